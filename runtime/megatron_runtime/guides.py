@@ -33,7 +33,11 @@ def json_schema_grammar(schema: Mapping[str, Any] | str) -> str:
         raise InvalidRequestError(f"the schema can't be read: {error}", field="grammar") from error
     if not isinstance(content, Mapping):
         raise InvalidRequestError("the schema must be a JSON object", field="grammar")
-    return _checked(LLMatcher.grammar_from_json_schema(dict(content), overrides=_JSON_STYLE))
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(dict(content), overrides=_JSON_STYLE)
+    except ValueError as error:  # a number beyond 64 bits, or a lone surrogate
+        raise InvalidRequestError(f"the schema can't be converted: {str(error)!a}", field="grammar") from error
+    return _checked(grammar)
 
 
 def regex_grammar(pattern: str) -> str:

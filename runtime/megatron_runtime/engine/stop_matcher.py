@@ -2,7 +2,65 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
+
+
+class _Automaton:
+    """All stop strings in one automaton (Aho and Corasick, "Efficient string matching", 1975).
+
+    Its cost per character does not depend on the number and the length of the strings. State 0 is the start.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self._fallback = [0]
+        self.match_length = [0]
+        """By state: length of the longest stop string that ends here; 0 for none."""
+        self.pending_length = [0]
+        """By state: length of the longest end of the text that a stop string may begin with."""
+        for stop in stops:
+            self._insert(stop)
+        self._link()
+
+    def _insert(self, stop: str) -> None:
+        state = 0
+        for character in stop:
+            following = self._next[state].get(character)
+            if following is None:
+                following = self._next[state][character] = len(self._next)
+                self._next.append({})
+                self._fallback.append(0)
+                self.match_length.append(0)
+                self.pending_length.append(0)
+            state = following
+        self.match_length[state] = len(stop)
+
+    def _link(self) -> None:
+        waiting = deque((state, 1) for state in self._next[0].values())
+        while waiting:
+            state, depth = waiting.popleft()
+            fallback = self._fallback[state]
+            self.match_length[state] = self.match_length[state] or self.match_length[fallback]
+            self.pending_length[state] = depth if self._next[state] else self.pending_length[fallback]
+            for character, following in self._next[state].items():
+                self._fallback[following] = self.step(fallback, character)
+                waiting.append((following, depth + 1))
+
+    def step(self, state: int, character: str) -> int:
+        """The state after one more character."""
+        while (following := self._next[state].get(character)) is None:
+            if state == 0:
+                return 0
+            state = self._fallback[state]
+        return following
+
+
+@lru_cache(maxsize=64)
+def _automaton(stops: tuple[str, ...]) -> _Automaton:
+    """Shared by the answers of a request, which have the same stop strings."""
+    return _Automaton(stops)
 
 
 class StopMatcher:
@@ -14,8 +72,8 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops), "an empty stop string would match everywhere"
-        self._stops = tuple(stops)
-        self._longest = max(map(len, stops))
+        self._automaton = _automaton(tuple(stops))
+        self._state = 0
         self.text = ""
         self._ends: list[int] = []
         self.match: tuple[int, int] | None = None
@@ -29,8 +87,9 @@ class StopMatcher:
         known = len(self.text)
         self.text += new_text
         self._ends.append(len(self.text))
-        if may_match and self.match is None and new_text:
-            self.match = self._first_match(known)
+        if self.match is None:
+            found = self._advance(new_text, known)
+            self.match = found if may_match else None
         return self.match is not None
 
     def tokens_before(self, end: int) -> int:
@@ -49,17 +108,14 @@ class StopMatcher:
         """The number of leading tokens that can't be part of a stop string, whatever tokens follow."""
         if self.match is not None:
             return self.tokens_before(self.match[0])
-        return self.tokens_before(len(self.text) - self._possible_start())
+        return self.tokens_before(len(self.text) - self._automaton.pending_length[self._state])
 
-    def _first_match(self, known: int) -> tuple[int, int] | None:
-        """The leftmost stop string that ends after this position."""
-        starts = ((self.text.find(stop, max(0, known - len(stop) + 1)), len(stop)) for stop in self._stops)
-        return min(((start, start + length) for start, length in starts if start >= 0), default=None)
-
-    def _possible_start(self) -> int:
-        """Length of the longest suffix of the text that is a prefix of a stop string."""
-        tail = self.text[-self._longest :]
-        for length in range(min(self._longest - 1, len(tail)), 0, -1):
-            if any(stop.startswith(tail[-length:]) for stop in self._stops):
-                return length
-        return 0
+    def _advance(self, new_text: str, known: int) -> tuple[int, int] | None:
+        """The leftmost stop string that ends in the new text, which begins at position ``known``."""
+        automaton, found = self._automaton, None
+        for end, character in enumerate(new_text, known + 1):
+            self._state = automaton.step(self._state, character)
+            length = automaton.match_length[self._state]
+            if length and (found is None or end - length < found[0]):
+                found = end - length, end
+        return found

@@ -16,11 +16,16 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from megatron_runtime.server.errors import ApiError
+
+MAX_COPIED_BYTES = 64 * 2**20
+"""``n`` times the size of the body."""
+
 
 class BodyRoute(APIRoute):
     """Serves an endpoint ``(body, request) -> Response``; ``body`` is a pydantic model.
 
-    Its dependencies are coroutine functions of the request. They are called before the body is validated.
+    Its dependencies are coroutine functions of the request. They are called before the body is read.
     """
 
     @staticmethod
@@ -39,14 +44,15 @@ class BodyRoute(APIRoute):
         await response(scope, receive, send)
 
     async def _answer(self, request: Request) -> Response:
-        content = await _content(request)
         for check in self.dependencies:
             assert check.dependency is not None
             await check.dependency(request)
+        content = await _content(request)
         try:
             body = self._checked(self.convert(content))
         except ValidationError as error:
             raise RequestValidationError(error.errors(include_url=False)) from error
+        _check_copies(getattr(body, "n", 1), len(await request.body()))
         answer: Response = await self.endpoint(body, request)
         return answer
 
@@ -54,6 +60,13 @@ class BodyRoute(APIRoute):
 def converting_route(convert: Callable[[Any], Any]) -> type[BodyRoute]:
     """A BodyRoute that converts the parsed body before it is validated."""
     return type("ConvertingRoute", (BodyRoute,), {"convert": staticmethod(convert)})
+
+
+def _check_copies(n: int, size: int) -> None:
+    """Each of ``n`` choices is a request to the engines with fields of the body."""
+    if n * size > MAX_COPIED_BYTES:
+        message = f"n: {n} choices of a body of {size} bytes exceed {MAX_COPIED_BYTES} bytes; reduce n or the body"
+        raise ApiError(400, message, param="n")
 
 
 async def _content(request: Request) -> Any:

@@ -16,7 +16,8 @@ from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.server.admission import AdmissionController
 from megatron_runtime.server.api_keys import ApiKeys
 from megatron_runtime.server.bodies.guided import output_constraint
-from megatron_runtime.server.bodies.protocol import MAX_CHOICES, GenerationBody
+from megatron_runtime.server.bodies.limits import MAX_CHOICES
+from megatron_runtime.server.bodies.protocol import GenerationBody
 from megatron_runtime.server.bodies.sampling import sampling_params, token_limit
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.generation.choice import ChoiceTask

@@ -13,11 +13,21 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
-from megatron_runtime.server.bodies.sampling_fields import SamplingFields, TokenId, parameter
+from megatron_runtime.server.bodies.limits import (
+    MAX_CHOICES,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    FirstError,
+    GuidedChoices,
+    GuidedJson,
+    GuidedText,
+    Schema,
+    Stop,
+    TokenIds,
+)
+from megatron_runtime.server.bodies.sampling_fields import SamplingFields, parameter
 from megatron_runtime.server.bodies.tools import NamedTool, Tool, ToolCall, ToolChoice, ToolUse, tool_use
-
-MAX_CHOICES = 128
-"""Maximum number of choices (prompts x n) of one request."""
 
 
 class Only:
@@ -40,9 +50,6 @@ class Only:
         return value
 
 
-StopString = Annotated[str, Field(min_length=1)]
-
-
 class StreamOptions(BaseModel):
     """Options of a streamed answer."""
 
@@ -54,7 +61,7 @@ class JsonSchema(BaseModel):
     """``json_schema`` of a ``response_format``; every schema is enforced strictly."""
 
     name: str = "answer"
-    definition: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    definition: Schema = Field(default_factory=dict, alias="schema")
 
 
 class ResponseFormat(BaseModel):
@@ -82,10 +89,10 @@ class StructuredOutputs(BaseModel):
 
     model_config = ConfigDict(serialize_by_alias=True)
 
-    schema_of_json: str | dict[str, Any] | None = Field(None, alias="json")
-    regex: StopString | None = None
-    choice: Annotated[list[StopString], Field(min_length=1)] | None = None
-    grammar: StopString | None = None
+    schema_of_json: GuidedJson | None = Field(None, alias="json")
+    regex: GuidedText | None = None
+    choice: GuidedChoices | None = None
+    grammar: GuidedText | None = None
     json_object: Literal[True] | None = None
     structural_tag: Annotated[Any, Only(None)] = None
 
@@ -99,7 +106,7 @@ class GenerationBody(SamplingFields, ABC):
     model: str
     n: int = parameter("n", le=MAX_CHOICES)
     seed: int | None = None
-    stop: StopString | list[StopString] = Field(default_factory=list)
+    stop: Stop = Field(default_factory=list)
     stream: bool = False
     stream_options: StreamOptions | None = None
     streaming_interval: int = parameter("streaming_interval")
@@ -109,10 +116,10 @@ class GenerationBody(SamplingFields, ABC):
     return_raw_text: bool = False
     add_bos: bool | None = Field(None, alias="add_BOS")
     response_format: ResponseFormat | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: StopString | None = None
-    guided_choice: Annotated[list[StopString], Field(min_length=1)] | None = None
-    guided_grammar: StopString | None = None
+    guided_json: GuidedJson | None = None
+    guided_regex: GuidedText | None = None
+    guided_choice: GuidedChoices | None = None
+    guided_grammar: GuidedText | None = None
     structured_outputs: StructuredOutputs | None = None
 
     multi_modal_data: Annotated[Any, Only(None, {})] = None
@@ -201,10 +208,10 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str = Field(min_length=1)
-    content: str | list[ContentPart] | None = None
-    tool_calls: list[ToolCall] | None = None
-    prompt_token_ids: list[TokenId] | None = None
-    generation_token_ids: list[TokenId] | None = None
+    content: str | Annotated[list[ContentPart], Field(max_length=MAX_PARTS), FirstError()] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS), FirstError()] | None = None
+    prompt_token_ids: TokenIds | None = None
+    generation_token_ids: TokenIds | None = None
 
     @property
     def has_tokens(self) -> bool:
@@ -229,7 +236,7 @@ class ChatCompletionBody(GenerationBody):
 
     prompt_param = "messages"
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), FirstError()]
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -238,7 +245,7 @@ class ChatCompletionBody(GenerationBody):
     prevent_retokenization: bool = True
     skip_prompt_log_probs: bool = True
 
-    tools: list[Tool] = Field(default_factory=list)
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FirstError()] = Field(default_factory=list)
     tool_choice: ToolChoice | NamedTool | None = None
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
@@ -295,7 +302,7 @@ class CompletionBody(GenerationBody):
 
     prompt_param = "prompt"
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: str | TokenIds | Annotated[list[str], FirstError()] | Annotated[list[TokenIds], FirstError()]
     max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from megatron_runtime.server.bodies.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, FirstError, at_most
 from megatron_runtime.server.bodies.protocol import ChatMessage, ContentPart, GenerationBody, Only
 from megatron_runtime.server.bodies.tools import (
     CalledFunction,
@@ -26,12 +27,15 @@ class InputPart(BaseModel):
     text: str
 
 
+InputParts = Annotated[list[InputPart], Field(max_length=MAX_PARTS), FirstError()]
+
+
 class InputItem(BaseModel):
     """One message of the conversation, or a message item of an earlier answer's ``output``."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputPart]
+    content: str | InputParts
 
     def message(self) -> ChatMessage:
         """The same as a message of a chat."""
@@ -54,7 +58,7 @@ class ResultItem(BaseModel):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[InputPart]
+    output: str | InputParts
 
     def message(self) -> ChatMessage:
         """The same as a message of a chat."""
@@ -74,7 +78,7 @@ class ReasoningInputItem(BaseModel):
     """The reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
-    content: list[ReasoningPart] | None = None
+    content: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS), FirstError()] | None = None
 
     def text(self) -> str:
         """The text of all parts."""
@@ -146,14 +150,17 @@ class ResponsesBody(GenerationBody):
 
     prompt_param = "input"
 
-    input: str | Annotated[list[AnyItem], Field(min_length=1)]
+    input: Annotated[
+        str | Annotated[list[AnyItem], Field(min_length=1, max_length=MAX_MESSAGES), FirstError()],
+        at_most(MAX_MESSAGES),
+    ]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     top_logprobs: int = Field(0, ge=0, le=20)
-    include: list[str] = Field(default_factory=list)
+    include: Annotated[list[str], Field(max_length=MAX_PARTS), FirstError()] = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     text: TextOptions = Field(default_factory=TextOptions)
-    tools: list[ResponseTool] = Field(default_factory=list)
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS), FirstError()] = Field(default_factory=list)
     tool_choice: ToolChoice | NamedResponseTool = "auto"
     parallel_tool_calls: bool = True
 

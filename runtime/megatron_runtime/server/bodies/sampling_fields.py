@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import BaseModel, Field
 
 from megatron_runtime.sampling_params import DEFAULTS, LONGEST_SALT, RANGES
-
-TokenId = Annotated[int, Field(ge=0)]
+from megatron_runtime.server.bodies.limits import BadWords, Biases, StopTokens
 
 
 def parameter(name: str, default: Any = None, **limits: Any) -> Any:
@@ -38,10 +37,10 @@ class SamplingFields(BaseModel):
     presence_penalty: float = parameter("presence_penalty")
     frequency_penalty: float = parameter("frequency_penalty")
     repetition_penalty: float = parameter("repetition_penalty")
-    logit_bias: dict[str, float] = Field(default_factory=dict)
+    logit_bias: Biases = Field(default_factory=dict)
     min_tokens: int = parameter("min_tokens")
-    bad_words: list[str] = Field(default_factory=list, max_length=1000)
-    stop_token_ids: list[TokenId] = Field(default_factory=list)
+    bad_words: BadWords = Field(default_factory=list)
+    stop_token_ids: StopTokens = Field(default_factory=list)
     ignore_eos: bool = False
     priority: int = parameter("priority")
     cache_salt: str | None = Field(None, min_length=1, max_length=LONGEST_SALT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -133,7 +134,7 @@ def tool_use(
         ValueError: The fields are inconsistent; the message begins with the field's name.
     """
     names = [function.name for function in functions]
-    twice = next((name for name in names if names.count(name) > 1), None)
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         raise ValueError(f"tools has two functions named {twice!r}; rename one")
     wants_call = named is not None or choice == "required"

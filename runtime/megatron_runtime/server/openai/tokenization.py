@@ -7,9 +7,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, model_validator
 
 from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.server.bodies.limits import TokenId
 from megatron_runtime.server.bodies.protocol import ChatMessage
 from megatron_runtime.server.bodies.sampling import check_tokens
-from megatron_runtime.server.bodies.sampling_fields import TokenId
 from megatron_runtime.server.bodies.tools import Tool
 from megatron_runtime.server.errors import check_text
 from megatron_runtime.server.messages.conversation import render

@@ -1,0 +1,88 @@
+"""Limits of the fields of request bodies, beyond which a request would cost other clients their time.
+
+Lists end at their first invalid item: a message about each of a million items takes minutes and a gigabyte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, FailFast, Field
+from pydantic_core import PydanticCustomError, to_json
+
+MAX_STOP_STRINGS = 256
+MAX_STOP_CHARACTERS = 16_384
+"""All stop strings of a request together."""
+MAX_BAD_WORDS = 1000
+MAX_STOP_TOKENS = 1024
+MAX_BIASES = 1024
+MAX_TOOLS = 512
+MAX_MESSAGES = 8192
+MAX_PARTS = 1024
+"""Parts of one message."""
+MAX_CHOICES = 128
+"""Choices (prompts x n) of one request."""
+MAX_GUIDED_CHOICES = 4096
+MAX_GRAMMAR_CHARACTERS = 65_536
+"""A regular expression or a grammar."""
+MAX_SCHEMA_CHARACTERS = 262_144
+"""A JSON schema as text."""
+LONGEST_BAD_WORD = 1024
+
+
+class FirstError(FailFast):
+    """pydantic's FailFast, which unions can't contain because it is not hashable."""
+
+    __hash__ = object.__hash__
+
+
+def at_most(limit: int) -> BeforeValidator:
+    """Check the number of entries before any of them."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, Sized) and not isinstance(value, str) and len(value) > limit:
+            message = "has {count} entries; give at most {limit}"
+            raise PydanticCustomError("too_many", message, {"count": len(value), "limit": limit})
+        return value
+
+    return BeforeValidator(check)
+
+
+def _schema_size(value: Any) -> Any:
+    try:
+        size = len(value) if isinstance(value, str) else len(to_json(value))
+    except ValueError:
+        raise ValueError("is nested too deeply, or has text that is not valid Unicode") from None
+    return _checked_size(value, size, MAX_SCHEMA_CHARACTERS)
+
+
+def _stop_size(value: Any) -> Any:
+    texts = value if isinstance(value, list) else [value]
+    size = sum(len(text) for text in texts if isinstance(text, str))
+    return _checked_size(value, size, MAX_STOP_CHARACTERS)
+
+
+def _checked_size(value: Any, size: int, limit: int) -> Any:
+    if size > limit:
+        message = "has {size} characters; give at most {limit}"
+        raise PydanticCustomError("too_long", message, {"size": size, "limit": limit})
+    return value
+
+
+StopString = Annotated[str, Field(min_length=1)]
+Stop = Annotated[
+    StopString | Annotated[list[StopString], FirstError()],
+    BeforeValidator(_stop_size),
+    at_most(MAX_STOP_STRINGS),
+]
+BadWord = Annotated[str, Field(max_length=LONGEST_BAD_WORD)]
+BadWords = Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS), FirstError()]
+TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], FirstError()]
+StopTokens = Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS), FirstError()]
+Biases = Annotated[dict[str, float], at_most(MAX_BIASES)]
+GuidedText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
+GuidedChoices = Annotated[list[GuidedText], Field(min_length=1, max_length=MAX_GUIDED_CHOICES), FirstError()]
+Schema = Annotated[dict[str, Any], BeforeValidator(_schema_size)]
+GuidedJson = Annotated[str | dict[str, Any], BeforeValidator(_schema_size)]

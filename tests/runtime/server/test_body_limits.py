@@ -1,0 +1,123 @@
+"""Bodies that would cost other clients their time are refused before any work on them."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from megatron_runtime.errors import InvalidRequestError
+from megatron_runtime.guides import json_schema_grammar
+from megatron_runtime.server.bodies import limits
+from megatron_runtime.server.bodies.protocol import ChatCompletionBody, CompletionBody
+from megatron_runtime.server.bodies.responses_protocol import ResponsesBody
+from megatron_runtime.server.body_route import MAX_COPIED_BYTES, _check_copies
+from megatron_runtime.server.errors import ApiError, _from_validation
+
+Body = type[CompletionBody] | type[ChatCompletionBody] | type[ResponsesBody]
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
+def refusal(fields: Mapping[str, Any], body: Body = CompletionBody) -> ApiError:
+    needed: dict[Any, dict[str, Any]] = {
+        CompletionBody: {"prompt": "x"},
+        ChatCompletionBody: {"messages": [{"role": "user", "content": "x"}]},
+        ResponsesBody: {"input": "x"},
+    }
+    with pytest.raises(ValidationError) as refused:
+        body.model_validate({"model": "m", **needed[body], **fields})
+    errors = refused.value.errors(include_url=False)
+    assert len(errors) < 10
+    return _from_validation(errors)
+
+
+@pytest.mark.parametrize(
+    ("body", "fields", "param", "limit"),
+    [
+        (CompletionBody, {"stop": ["x"] * 257}, "stop", limits.MAX_STOP_STRINGS),
+        (CompletionBody, {"stop": ["x" * 9000] * 2}, "stop", limits.MAX_STOP_CHARACTERS),
+        (CompletionBody, {"stop": "x" * 20_000}, "stop", limits.MAX_STOP_CHARACTERS),
+        (CompletionBody, {"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias", limits.MAX_BIASES),
+        (CompletionBody, {"stop_token_ids": [1] * 1025}, "stop_token_ids", limits.MAX_STOP_TOKENS),
+        (CompletionBody, {"bad_words": ["x"] * 1001}, "bad_words", limits.MAX_BAD_WORDS),
+        (CompletionBody, {"guided_regex": "x" * 70_000}, "guided_regex", limits.MAX_GRAMMAR_CHARACTERS),
+        (CompletionBody, {"guided_choice": ["x"] * 4097}, "guided_choice", limits.MAX_GUIDED_CHOICES),
+        (CompletionBody, {"guided_json": {"x": "y" * 300_000}}, "guided_json", limits.MAX_SCHEMA_CHARACTERS),
+        (
+            CompletionBody,
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"x": "y" * 300_000}}}},
+            "response_format.json_schema.schema",
+            limits.MAX_SCHEMA_CHARACTERS,
+        ),
+        (ChatCompletionBody, {"tools": [FUNCTION] * 513}, "tools", limits.MAX_TOOLS),
+        (
+            ChatCompletionBody,
+            {"messages": [{"role": "user", "content": "x"}] * 8193},
+            "messages",
+            limits.MAX_MESSAGES,
+        ),
+        (ResponsesBody, {"input": [{"role": "user", "content": "x"}] * 8193}, "input", limits.MAX_MESSAGES),
+    ],
+)
+def test_a_field_beyond_its_limit_is_refused_with_the_limit(
+    body: Body, fields: Mapping[str, Any], param: str, limit: int
+) -> None:
+    error = refusal(fields, body)
+    assert error.param == param
+    assert str(limit) in str(error)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": [{}] * 200_000},
+        {"prompt": [[{}]] * 200_000},
+        {"stop": [1] * 200_000},
+        {"logit_bias": dict.fromkeys(map(str, range(200_000)), "x")},
+        {"stop_token_ids": ["x"] * 200_000},
+    ],
+    ids=["prompts", "tokenized prompts", "stop", "logit_bias", "stop_token_ids"],
+)
+def test_many_invalid_items_cost_as_little_as_one(fields: dict[str, Any]) -> None:
+    """A message about each of them took 40 seconds and 600 MiB."""
+    tracemalloc.start()
+    try:
+        refusal(fields)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * 2**20
+
+
+def test_many_tools_of_different_names_are_accepted() -> None:
+    tools = [{"type": "function", "function": {"name": f"f{number}"}} for number in range(limits.MAX_TOOLS)]
+    body = ChatCompletionBody.model_validate(
+        {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": tools}
+    )
+    assert len(body.tool_use.functions) == limits.MAX_TOOLS
+    error = refusal({"tools": [*tools[:-1], tools[0]]}, ChatCompletionBody)
+    assert "two functions named 'f0'" in str(error)
+
+
+@pytest.mark.parametrize("field", ["bad_words", "stop", "guided_choice"])
+def test_a_lone_surrogate_is_refused_by_its_field(field: str) -> None:
+    assert str(refusal({field: ["\ud800"]}).param).startswith(field)
+
+
+@pytest.mark.parametrize("schema", [{"const": 10**30}, '{"const": 1000000000000000000000000000000}'])
+def test_a_number_beyond_64_bits_in_a_schema_is_refused(schema: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="can't be converted"):
+        json_schema_grammar(schema)
+
+
+def test_a_lone_surrogate_in_a_schema_is_refused() -> None:
+    assert refusal({"guided_json": {"const": "\ud800"}}).param == "guided_json"
+
+
+def test_the_copies_of_a_body_are_limited() -> None:
+    _check_copies(128, MAX_COPIED_BYTES // 128)
+    with pytest.raises(ApiError, match="n: 128 choices of a body of 1000000 bytes exceed"):
+        _check_copies(128, 1_000_000)
