@@ -127,15 +127,15 @@ async def test_the_requirements_of_the_models_in_the_namespace_are_checked(
     chat: Resource, command_line: CommandLine
 ) -> None:
     on_claim = {"persistentVolumeClaim": {"claimName": "weights"}}
-    pods = {"device": "cuda", "gpuResource": "example.com/gpu"}
-    template = {"spec": {"runtimeClassName": "nvidia"}}
+    pods = {"device": "cuda", "gpuResource": "example.com/gpu", "runtimeClassName": "nvidia"}
+    template = {"spec": {"runtimeClassName": "gvisor"}}
     spec = {"lifecycle": "Stopped", "pods": pods, "podTemplate": template}
     await chat.apply(manifest(**spec, model={"source": on_claim}))
     done = await command_line.run("doctor")
     assert done.code == 1
     assert "missing  GPUs            no node offers example.com/gpu, which models in this namespace request" in done.out
     assert "missing  claim weights   does not exist" in done.out
-    assert "missing  RuntimeClass    models in this namespace use nvidia; the cluster has: none" in done.out
+    assert "missing  RuntimeClass    models in this namespace use gvisor, nvidia; the cluster has: none" in done.out
 
 
 @pytest.mark.usefixtures("own_control_plane")

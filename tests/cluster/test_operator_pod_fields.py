@@ -1,6 +1,7 @@
 """Fields of the resource about pods and Services, as an API server stores or refuses them."""
 
 import json
+from collections.abc import AsyncIterator
 
 import pytest
 from operator_support.resource import Json, Resource, condition
@@ -8,7 +9,7 @@ from suite_support.kubernetes_schemas import check
 
 pytestmark = pytest.mark.usefixtures("node")
 
-RUNTIME_CLASS = {
+RUNTIME_CLASS: Json = {
     "apiVersion": "node.k8s.io/v1",
     "kind": "RuntimeClass",
     "metadata": {"name": "fast"},
@@ -32,8 +33,15 @@ SPEC: Json = {
 }
 
 
-async def test_the_fields_are_those_of_the_stored_pod_and_service(chat: Resource) -> None:
+@pytest.fixture
+async def runtime_class(chat: Resource) -> AsyncIterator[None]:
     await chat.kubectl("apply", "-f", "-", input=json.dumps(RUNTIME_CLASS))
+    yield
+    await chat.kubectl("delete", "runtimeclass", RUNTIME_CLASS["metadata"]["name"])
+
+
+@pytest.mark.usefixtures("runtime_class")
+async def test_the_fields_are_those_of_the_stored_pod_and_service(chat: Resource) -> None:
     await chat.create(**SPEC)
     await chat.until_phase("Running")
     (pod,) = (await chat.pods()).values()

@@ -221,7 +221,7 @@ def runtime_classes(present: Sequence[str], asked: Iterable[str]) -> Finding:
     listed = ", ".join(present) or "none"
     if absent := sorted(set(asked) - set(present)):
         words = f"models in this namespace use {', '.join(absent)}; the cluster has: {listed}"
-        return Finding(Level.MISSING, "RuntimeClass", words, "create it, or correct podTemplate.spec.runtimeClassName")
+        return Finding(Level.MISSING, "RuntimeClass", words, "create it, or correct pods.runtimeClassName")
     return Finding(Level.OK, "RuntimeClass", f"has those that models in this namespace use; the cluster has: {listed}")
 
 

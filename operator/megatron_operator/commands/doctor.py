@@ -131,8 +131,9 @@ class Doctor:
         asked = [pods.get("gpuResource") or "nvidia.com/gpu" for pods in on_gpu]
         nodes = (await self.cluster.read("/api/v1/nodes")).get("items") or []
         findings = list(diagnosis.gpus(nodes, asked, resources_on_cpu=bool(specs) and not on_gpu))
-        classes = ((spec.get("podTemplate") or {}).get("spec") or {} for spec in specs)
-        wanted = [each["runtimeClassName"] for each in classes if each.get("runtimeClassName")]
+        templates = ((spec.get("podTemplate") or {}).get("spec") or {} for spec in specs)
+        holders = [*templates, *(spec.get("pods") or {} for spec in specs)]
+        wanted = [each["runtimeClassName"] for each in holders if each.get("runtimeClassName")]
         present = await self._maybe("/apis/node.k8s.io/v1/runtimeclasses") or {}
         names = [each["metadata"]["name"] for each in present.get("items") or []]
         findings.append(diagnosis.runtime_classes(names, wanted))
