@@ -43,7 +43,7 @@ BROKEN: dict[str, dict[str, Any]] = {
         "scheduling": {"tolerations": [{"key": "a", "operator": "Exists", "value": "b"}]}
     },
     "spec.scheduling.tolerations (seconds)": {"scheduling": {"tolerations": [{"key": "a", "tolerationSeconds": 1}]}},
-    "spec.expose.clientsFrom (nobody)": {"expose": {"clientsFrom": [{}]}},
+    "spec.expose.clientsFrom (no peer)": {"expose": {"clientsFrom": [{}]}},
     "spec.expose.clientsFrom (values)": {
         "expose": {"clientsFrom": [{"podSelector": {"matchExpressions": [{"key": "a", "operator": "In"}]}}]}
     },

@@ -169,7 +169,7 @@ class NetworkPolicyPeer(Part):
         if pods and self.ip_block is not None:
             raise misplaced("ipBlock", self.ip_block.cidr, "excludes podSelector and namespaceSelector; remove one")
         if not pods and self.ip_block is None:
-            message = "selects nobody; set ipBlock, podSelector or namespaceSelector"
+            message = "selects no peer; set ipBlock, podSelector or namespaceSelector"
             raise misplaced("", {}, message)
         return self
 
