@@ -227,7 +227,11 @@ class DataParallelInferenceCoordinator:
     def _send(self, peer: bytes, frames: list[bytes]) -> bool:
         if self._router_socket.send(peer, frames):
             return True
-        self._core.unreachable(peer)
+        try:
+            self._core.unreachable(peer)
+        except Exception as failure:
+            # As for messages: a defect must not end the service.
+            self._core.protocol_errors.add("the loss of a peer could not be handled", failure)
         return False
 
     def detokenize(self, finished_request: dict[str, Any]) -> None:

@@ -108,20 +108,33 @@ class Core:
 
     def tick(self, now: float) -> None:
         """Detect lost peers and expired deadlines, and send heartbeats; call it about twice a second."""
+        for task in (
+            self._beat_engines,
+            self._beat_clients,
+            self.dispatcher.expire,
+            self.lifecycle.expire,
+            self.weights.expire,
+        ):
+            try:
+                task(now)
+            except Exception as failure:
+                # As in `handle`: a defect must not end the service.
+                self.protocol_errors.add("a periodic task of the coordinator failed", failure)
+        self.outbox.release()
+
+    def _beat_engines(self, now: float) -> None:
         for engine in self.engines:
             if now - engine.last_seen > self.options.engine_timeout:
                 self.lose_engine(engine.identity, f"no message for {self.options.engine_timeout:g} s")
             else:
                 self.outbox.put(engine.identity, Headers.BEAT, self.epoch)
+
+    def _beat_clients(self, now: float) -> None:
         for client in list(self.clients.values()):
             if now - client.last_seen > CLIENT_TIMEOUT:
                 self.lose_client(client.identity)
             else:
                 self.outbox.put(client.identity, Headers.BEAT, self.epoch)
-        self.dispatcher.expire(now)
-        self.lifecycle.expire(now)
-        self.weights.expire(now)
-        self.outbox.release()
 
     def broadcast(self, header: Headers, *args: int) -> None:
         """Pass a message on to every engine; engines that register later get only the generation epoch."""

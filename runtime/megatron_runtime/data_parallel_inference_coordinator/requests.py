@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_runtime.wire.bodies import RequestBody, TokenChunk
+from megatron_runtime.wire.codec import MalformedMessage
 
 
 @dataclass(eq=False, slots=True)
@@ -43,13 +44,16 @@ class RequestEntry:
         """The body with all tokens generated so far.
 
         Raises:
-            MalformedMessage: The body or a partial reply can't be decoded.
+            MalformedMessage: The body or a partial reply can't be decoded, or they are too large together.
         """
         if self.chunks:
             request = RequestBody.unpack(self.body)
             for packed in self.chunks:
                 request.generated.extend(TokenChunk.unpack(packed))
-            self.body = request.pack()
+            try:
+                self.body = request.pack()
+            except ValueError as error:
+                raise MalformedMessage(f"the request with its tokens so far is too large: {error}") from error
             self.token_count = len(request.generated.tokens)
             self.chunks = []
         return self.body

@@ -139,7 +139,8 @@ class Admission:
             except Exception as error:
                 raise InvalidRequestError(f"prompt can't be tokenized: {error}", field="prompt") from error
             starts = [self._tokenizer.bos] if params.add_BOS and self._tokenizer.bos is not None else []
-            return starts + tokens
+            # A tokenizer may have more tokens than the embedding, which would end the step of all requests.
+            return self._checked("prompt", starts + list(tokens))
         if isinstance(prompt, Tensor):
             prompt = prompt.flatten().tolist()
         return self._checked("prompt", prompt)

@@ -63,6 +63,21 @@ def test_a_text_gets_a_bos_token_if_requested(
     assert prompt_of(PROMPT, add_BOS=True) == PROMPT
 
 
+def test_a_text_with_tokens_beyond_the_embedding_fails_alone(
+    make_engine: MakeEngine, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    expected = engine.generate([PROMPT], greedy())[0].merge().generated_tokens
+    monkeypatch.setattr(byte_tokenizer, "bos", 100_000)
+    other = engine.add_request(1, PROMPT, greedy())
+    refused = engine.add_request(2, "Hello", greedy(add_BOS=True))
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    assert other.result(timeout=0).merge().generated_tokens == expected
+    error = refused.result(timeout=0).merge().error
+    assert "prompt[0]=100000 is not a token id; the model has 0 to" in str(error)
+
+
 @pytest.mark.parametrize("wanted", [False, True])
 def test_a_reply_has_the_prompt_tokens_if_requested(make_engine: MakeEngine, wanted: bool) -> None:
     engine = make_engine()

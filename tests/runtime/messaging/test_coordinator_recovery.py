@@ -16,6 +16,7 @@ from megatron_runtime.errors import CoordinatorError, EngineError, RequestTimeou
 from megatron_runtime.headers import Headers
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire import codec
 from megatron_runtime.wire.items import RequestFailure, Submission, items
 
 LONG = SamplingParams(num_tokens_to_generate=200, seed=5)
@@ -56,6 +57,30 @@ async def test_requests_of_a_killed_engine_continue_on_the_other_one(fleet: Flee
     assert (await quiet).generated_tokens == expected_tokens("quiet", LONG)
     assert sorted(engine.added)[1] >= 29
     assert sorted(engine.added)[0] > 0
+
+
+async def test_a_request_that_grew_too_large_for_another_engine_fails_alone(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doomed = fleet.spawn_engine(group=0, step_seconds=0.002)
+    client = await fleet.connect()
+    await fleet.ready(client, 1)
+    large, small = "x" * 1500, "small"
+    params = SamplingParams(num_tokens_to_generate=100_000, seed=5)
+    stream = client.stream_request(large, params)
+    other = client.add_request(small, LONG)
+    received = 0
+    while received < 600:
+        received += len((await anext(stream)).new_tokens)
+    # With a real limit of 64 MiB this takes millions of tokens.
+    monkeypatch.setattr(codec, "MAX_BODY_BYTES", 2500)
+    doomed.kill()
+    fleet.add_engine(FakeEngine(), group=1)
+    with pytest.raises(EngineError, match="too large"):
+        async for _ in stream:
+            pass
+    assert (await other).generated_tokens == expected_tokens(small, LONG)
+    assert fleet.coordinator is not None
 
 
 async def test_a_stalled_engine_is_detected_and_its_late_replies_are_dropped(fleet: Fleet) -> None:
