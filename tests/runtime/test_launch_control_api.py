@@ -284,3 +284,9 @@ async def test_metrics_show_the_engines_and_the_ranks(client: httpx.AsyncClient,
     assert 'megatron_weight_version{replica_group="0"} 0.0' in text
     assert 'megatron_ranks{phase="Serving"} 1.0' in text
     assert "megatron_dropped_messages_total 7.0" in text
+
+
+async def test_a_large_body_is_refused_while_it_is_received(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/v1/weights", content=b'{"path": "' + b"x" * 100_000 + b'"}')
+    assert answer.status_code == 413
+    assert "more than 65536 bytes" in answer.json()["error"]["message"]

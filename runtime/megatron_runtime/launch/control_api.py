@@ -24,8 +24,12 @@ from megatron_runtime.headers import Headers
 from megatron_runtime.launch.identity import Lifecycle
 from megatron_runtime.launch.pod_state import PodState
 from megatron_runtime.lifecycle import SIGNALS
+from megatron_runtime.server.body_limit import BodyLimit
+from megatron_runtime.server.options import HttpOptions
 
 MAX_POLL_SECONDS = 300.0
+MAX_BODY_BYTES = 64 * 2**10
+BODY_SECONDS = 10.0
 DEFAULT_TRANSITION = 120.0
 Wait = Annotated[bool, Query()]
 TransitionTimeout = Annotated[float, Query(gt=0, le=3600)]
@@ -112,6 +116,7 @@ def create_control_api(
         metrics: Returns the text of ``GET /metrics``.
     """
     app = FastAPI(title="Megatron control API", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(BodyLimit, options=HttpOptions(max_body_bytes=MAX_BODY_BYTES, body_timeout=BODY_SECONDS))
     _install_handlers(app)
     guarded = [Depends(_bearer(token))]
     _install_probes(app, state, metrics)

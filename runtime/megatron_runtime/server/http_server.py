@@ -10,6 +10,8 @@ from collections.abc import Generator
 import uvicorn
 from fastapi import FastAPI
 
+from megatron_runtime.server.limited_protocol import LimitedProtocol
+
 KEEP_ALIVE_SECONDS = 75
 
 
@@ -20,6 +22,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=LimitedProtocol,
                 log_config=None,
                 log_level="warning",
                 access_log=False,
