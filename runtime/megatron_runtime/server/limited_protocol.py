@@ -68,8 +68,9 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def _count_of_address(self) -> int:
+        addresses = (getattr(each, "client", None) for each in self.connections)
         mine = self.client[0] if self.client else None
-        return sum(each.client is not None and each.client[0] == mine for each in self.connections)
+        return sum(address is not None and address[0] == mine for address in addresses)
 
     def _start_timer(self) -> None:
         if self._head_timer is None:
