@@ -47,7 +47,7 @@ HEADER = """<!-- Generated from the code and tools/metrics_reference.py by `make
 
 # Metrics
 
-The operator serves metrics at `/metrics` on port 8080, each pod of a model at `/metrics` on port 9000. The Helm chart
+The operator serves metrics at `/metrics` on port 8080, each pod of a model at `/metrics` on port 9001. The Helm chart
 has monitors for both, alerts and a dashboard (`metrics.serviceMonitor`, `metrics.podMonitor`, `metrics.prometheusRule`,
 `metrics.dashboard`), see [install](install.md). The monitor of models adds the label `megatroninference`, the name of
 the resource, which is also the pod's label `inference.megatron.dev/name`. The operator's metrics of single resources

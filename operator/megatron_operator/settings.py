@@ -29,7 +29,7 @@ class NetworkPolicies:
     operator_namespace: str
     """Namespace of the operator's own pod."""
     metrics_from: tuple[Mapping[str, Any], ...] = ()
-    """Peers that scrape ``/metrics``, which the control port serves too, as in a NetworkPolicy."""
+    """Peers that scrape ``/metrics``, as in a NetworkPolicy."""
     clients_from: tuple[Mapping[str, Any], ...] = ()
     """Clients of the HTTP port of resources without ``spec.expose.clientsFrom``; empty for everyone."""
 

@@ -79,7 +79,7 @@ def load_on(url: str) -> Iterator[Load]:
 def generated_by_group(command: Any) -> dict[str, int]:
     """Generated tokens of each replica group, from the leader's metrics."""
     leader = re.findall(r"pod smollm2-0-\d+-0: \S+ at (127\.[\d.]+)", command.text)[-1]
-    text = httpx.get(f"http://{leader}:9000/metrics", trust_env=False).text
+    text = httpx.get(f"http://{leader}:9001/metrics", trust_env=False).text
     return {
         group: int(float(count))
         for group, count in re.findall(r'replica_group_generation_tokens_total\{replica_group="(\d+)"\} (\S+)', text)

@@ -18,7 +18,7 @@ MANIFESTS = Path(__file__).parents[2] / "manifests"
 PROMETHEUS = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app": "prometheus"}}}
 SETTINGS = Settings(network_policies=NetworkPolicies("megatron-system", (PROMETHEUS,)))
 OWN_NAMESPACE = "models"
-HTTP, CONTROL, COORDINATOR, RENDEZVOUS = 8000, 9000, 5557, 29500
+HTTP, CONTROL, METRICS, COORDINATOR, RENDEZVOUS = 8000, 9000, 9001, 5557, 29500
 
 ANYONE = (OWN_NAMESPACE, {"app": "shop"})
 OPERATOR_POD = ("megatron-system", OPERATOR)
@@ -72,13 +72,15 @@ def lets_in(policy: dict[str, Any], pod: Pod, port: int) -> bool:
         (IMPOSTOR, {HTTP}),
         (PEER, {HTTP, COORDINATOR}),
         (OPERATOR_POD, {HTTP, CONTROL}),
-        (PROMETHEUS_POD, {HTTP, CONTROL}),
+        (PROMETHEUS_POD, {HTTP, METRICS}),
     ],
     ids=["anyone", "neighbour", "ingress", "namesake", "impostor", "peer", "operator", "prometheus"],
 )
 def test_each_peer_reaches_exactly_the_ports_that_it_needs(pod: Pod, ports: set[int]) -> None:
     policy = rendered()
-    assert {port for port in (HTTP, CONTROL, COORDINATOR, RENDEZVOUS, 45678) if lets_in(policy, pod, port)} == ports
+    assert {
+        port for port in (HTTP, CONTROL, METRICS, COORDINATOR, RENDEZVOUS, 45678) if lets_in(policy, pod, port)
+    } == ports
 
 
 WEB = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ingress-nginx"}}}
@@ -123,6 +125,12 @@ def test_pods_of_the_same_group_may_connect_on_any_port() -> None:
     policy = rendered(parallelism={"tensor": 2})
     assert all(lets_in(policy, PEER, port) for port in (COORDINATOR, RENDEZVOUS, 45678))
     assert not lets_in(policy, NEIGHBOUR, RENDEZVOUS)
+
+
+def test_without_peers_for_metrics_nothing_but_the_pods_of_the_resource_connects_to_them() -> None:
+    policy = network_policy(parsed(), Settings(network_policies=NetworkPolicies("megatron-system")))
+    assert policy is not None
+    assert not any(lets_in(policy, pod, METRICS) for pod in (ANYONE, OPERATOR_POD, PROMETHEUS_POD))
 
 
 def test_the_policy_covers_only_ingress_to_pods_of_the_resource() -> None:

@@ -69,9 +69,9 @@ def test_a_pod_starts_in_the_desired_lifecycle() -> None:
 def test_only_the_first_pod_of_a_group_has_http_and_coordinator_ports() -> None:
     for identity in (LEADER, WORKER):
         ports = {port["name"] for port in pod(identity)["spec"]["containers"][0]["ports"]}
-        assert ports == {"control", "rendezvous", "http", "coordinator"}
+        assert ports == {"control", "metrics", "rendezvous", "http", "coordinator"}
     further = pod(replace(WORKER, index=1))["spec"]["containers"][0]["ports"]
-    assert {port["name"] for port in further} == {"control"}
+    assert {port["name"] for port in further} == {"control", "metrics"}
 
 
 def test_expert_parallel_ranks_beyond_the_tensor_parallel_ones_get_pods() -> None:
@@ -93,7 +93,7 @@ def test_the_rendezvous_of_a_group_is_its_first_pod() -> None:
     assert [env(manifest)["MEGATRON_POD_INDEX"] for manifest in (first, second)] == ["0", "1"]
     assert [manifest["spec"]["hostname"] for manifest in (first, second)] == ["chat-1-5-0", "chat-1-5-1"]
     ports = [{port["name"] for port in each["spec"]["containers"][0]["ports"]} for each in (first, second)]
-    assert ports == [{"control", "http", "coordinator", "rendezvous"}, {"control"}]
+    assert ports == [{"control", "metrics", "http", "coordinator", "rendezvous"}, {"control", "metrics"}]
 
 
 def test_ranks_wait_for_unscheduled_pods_of_their_group() -> None:

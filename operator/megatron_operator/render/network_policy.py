@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 
 def network_policy(resource: MegatronInference, settings: Settings) -> Json | None:
-    """Clients reach the HTTP port, pods of the resource each other, the operator and Prometheus the control port.
+    """Clients reach the HTTP port, the operator the control port, Prometheus the metrics, and the pods each other.
 
     Clients are those of ``spec.expose.clientsFrom``, or else those of the settings, or else everyone. Network plugins
     always admit the kubelet, so the probes need no rule. None when network policies are disabled.
@@ -41,7 +41,8 @@ def network_policy(resource: MegatronInference, settings: Settings) -> Json | No
             "ingress": [
                 {**_clients(resource, allowed), "ports": [_port(names.HTTP_PORT)]},
                 {"from": [{"podSelector": {"matchLabels": ours}}], **_among_pods(resource)},
-                {"from": [operator, *allowed.metrics_from], "ports": [_port(names.CONTROL_PORT)]},
+                {"from": [operator], "ports": [_port(names.CONTROL_PORT)]},
+                *_metrics(allowed),
             ],
         },
     }
@@ -52,6 +53,12 @@ def _clients(resource: MegatronInference, allowed: NetworkPolicies) -> Json:
     if peers is None:
         return {"from": list(allowed.clients_from)} if allowed.clients_from else {}
     return {"from": [peer.model_dump(mode="json", by_alias=True, exclude_unset=True) for peer in peers]}
+
+
+def _metrics(allowed: NetworkPolicies) -> list[Json]:
+    """No rule without peers, because a rule without peers admits all."""
+    peers = list(allowed.metrics_from)
+    return [{"from": peers, "ports": [_port(names.METRICS_PORT)]}] if peers else []
 
 
 def _among_pods(resource: MegatronInference) -> Json:

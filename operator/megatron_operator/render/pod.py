@@ -149,7 +149,7 @@ def _container(resource: MegatronInference, identity: PodIdentity, settings: Set
 
 
 def _ports(identity: PodIdentity) -> list[dict[str, Any]]:
-    ports = {"control": names.CONTROL_PORT}
+    ports = {"control": names.CONTROL_PORT, "metrics": names.METRICS_PORT}
     if identity.index == 0:
         ports |= {"http": names.HTTP_PORT, "coordinator": names.COORDINATOR_PORT, "rendezvous": names.RENDEZVOUS_PORT}
     return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]

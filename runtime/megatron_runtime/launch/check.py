@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_runtime.launch.inspection import inspect_source
 from megatron_runtime.launch.memory import available_memory
 from megatron_runtime.launch.options import LaunchOptions
-from megatron_runtime.launch.ports import bind_control, bind_coordinator, bind_http
+from megatron_runtime.launch.ports import bind_control, bind_coordinator, bind_http, bind_metrics
 from megatron_runtime.launch.preflight import plan_engine
 from megatron_runtime.launch.quantity import format_bytes
 from megatron_runtime.launch.tasks import threads_per_rank
@@ -22,6 +22,7 @@ async def check_everything(options: LaunchOptions) -> str:
         if identity.api_keys_file is not None:
             ApiKeys(identity.api_keys_file)
     bind_control(options).close()
+    bind_metrics(options).close()
     facts = await inspect_source(options.model, options.engine)
     available = available_memory()
     plan = plan_engine(options, facts, available)

@@ -119,14 +119,22 @@ def create_control_api(
     app.add_middleware(BodyLimit, options=HttpOptions(max_body_bytes=MAX_BODY_BYTES, body_timeout=BODY_SECONDS))
     _install_handlers(app)
     guarded = [Depends(_bearer(token))]
-    _install_probes(app, state, metrics)
+    _install_probes(app, state)
+    _install_metrics(app, metrics)
     _install_state(app, state, guarded)
     _install_roles(app, state, roles, guarded)
     _install_signals(app, state, sender, guarded)  # last: its path matches every word
     return app
 
 
-def _install_probes(app: FastAPI, state: PodState, metrics: Callable[[], bytes]) -> None:
+def create_metrics_api(metrics: Callable[[], bytes]) -> FastAPI:
+    """The application of the metrics port; ``metrics`` as for the control API, which has the same for its clients."""
+    app = FastAPI(title="Megatron metrics", docs_url=None, redoc_url=None, openapi_url=None)
+    _install_metrics(app, metrics)
+    return app
+
+
+def _install_probes(app: FastAPI, state: PodState) -> None:
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
@@ -136,6 +144,8 @@ def _install_probes(app: FastAPI, state: PodState, metrics: Callable[[], bytes])
         ready = state.facts.ready
         return JSONResponse({"ready": ready}, status_code=200 if ready else 503)
 
+
+def _install_metrics(app: FastAPI, metrics: Callable[[], bytes]) -> None:
     @app.get("/metrics")
     async def read_metrics() -> Response:
         return Response(metrics(), media_type=METRICS_TYPE)

@@ -189,6 +189,7 @@ class PodFlags:
         None
     )
     control_port: Annotated[int | None, typer.Option(help="Port of the control API. Default: 9000.")] = None
+    metrics_port: Annotated[int | None, typer.Option(help="Port of /metrics. Default: 9001.")] = None
     coordinator_port: Annotated[int | None, typer.Option(help="Port of the coordinator. Default: 5557.")] = None
 
 

@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from megatron_runtime.launch.memory import AvailableMemory, available_memory, us
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.pod_ranks import PodRanks
 from megatron_runtime.launch.pod_state import PodFacts, PodState
-from megatron_runtime.launch.ports import bind_control
+from megatron_runtime.launch.ports import bind_control, bind_metrics
 from megatron_runtime.launch.preflight import plan_engine
 from megatron_runtime.launch.tasks import PendingPlan, rank_plan
 from megatron_runtime.launch.termination import Outcome
@@ -28,6 +29,8 @@ from megatron_runtime.processes.parent_link import EXIT_DRAINED, EXIT_FAILURE
 from megatron_runtime.processes.supervisor import ChildEnd
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from megatron_runtime.launch.control_api import SignalSender
     from megatron_runtime.launch.frontends import PodFrontends
 
@@ -238,28 +241,38 @@ class Launcher:
 
     @contextlib.asynccontextmanager
     async def _control_api(self) -> AsyncIterator[None]:
-        from megatron_runtime.launch.control_api import create_control_api
+        """Serves the control API, and the metrics on a port of their own."""
+        from megatron_runtime.launch.control_api import create_control_api, create_metrics_api
         from megatron_runtime.launch.metrics import create_exposition
-        from megatron_runtime.server.http_server import HttpServer
 
-        sock = bind_control(self._options)
         folder = None if self._frontends is None else self._frontends.metrics_folder.path
+        metrics = create_exposition(lambda: self._state.facts, folder)
         identity = self._options.identity
-        app = create_control_api(
+        control = create_control_api(
             self._state,
             self._signal_sender,
             roles=None if identity.is_standalone else self._leadership,
             token=identity.control_token,
-            metrics=create_exposition(lambda: self._state.facts, folder),
+            metrics=metrics,
         )
-        server = HttpServer(app, graceful_seconds=CLOSING_SECONDS)
-        serving = asyncio.create_task(server.serve(sockets=[sock]))
-        logger.info("control API on http://%s:%d", *sock.getsockname()[:2])
-        try:
+        sockets = bind_control(self._options), bind_metrics(self._options)
+        logger.info("control API on http://%s:%d", *sockets[0].getsockname()[:2])
+        logger.info("metrics on http://%s:%d/metrics", *sockets[1].getsockname()[:2])
+        async with _served(control, sockets[0]), _served(create_metrics_api(metrics), sockets[1]):
             yield
-        finally:
-            server.should_exit = True
-            await serving
+
+
+@contextlib.asynccontextmanager
+async def _served(app: FastAPI, sock: socket.socket) -> AsyncIterator[None]:
+    from megatron_runtime.server.http_server import HttpServer
+
+    server = HttpServer(app, graceful_seconds=CLOSING_SECONDS)
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await serving
 
 
 def _import_services() -> None:

@@ -112,6 +112,7 @@ class LaunchOptions:
     host: str | None = None
     port: int | None = None
     control_port: int | None = None
+    metrics_port: int | None = None
     coordinator_port: int | None = None
 
     @property
@@ -212,6 +213,7 @@ class LaunchOptions:
         for flag, port in (
             ("--port", self.port),
             ("--control-port", self.control_port),
+            ("--metrics-port", self.metrics_port),
             ("--coordinator-port", self.coordinator_port),
         ):
             if port is not None and not 0 <= port <= HIGHEST_PORT:

@@ -9,6 +9,7 @@ from megatron_runtime.server.listening_socket import bind
 
 HTTP_PORT = 8000
 CONTROL_PORT = 9000
+METRICS_PORT = 9001
 COORDINATOR_PORT = 5557
 RENDEZVOUS_PORT = 29500
 """Port of a replica group's first pod for the rendezvous of ranks in several pods; there is no flag for it."""
@@ -23,6 +24,11 @@ def bind_http(options: LaunchOptions) -> socket.socket:
 def bind_control(options: LaunchOptions) -> socket.socket:
     """The socket of the control API."""
     return _bind(options, options.private_host, options.control_port, CONTROL_PORT, "--control-port")
+
+
+def bind_metrics(options: LaunchOptions) -> socket.socket:
+    """The socket of the metrics, which need no token, so that a network can admit others than to the control API."""
+    return _bind(options, options.private_host, options.metrics_port, METRICS_PORT, "--metrics-port")
 
 
 def bind_coordinator(options: LaunchOptions) -> socket.socket:

@@ -58,9 +58,9 @@ class Pods(Part):
     runtime_class_name: DnsName | None = None
     """RuntimeClass of the pods, such as nvidia. Default: the container runtime's default."""
     host_network: Boolean = False
-    """Use the node's network, for devices that need it, such as some RDMA networks. Then ports 5557, 8000, 9000 and
-    29500 of the node must be free, a node runs one pod with each port, NetworkPolicies do not apply, and the namespace
-    must admit privileged pods."""
+    """Use the node's network, for devices that need it, such as some RDMA networks. Then ports 5557, 8000, 9000,
+    9001 and 29500 of the node must be free, a node runs one pod with each port, NetworkPolicies do not apply, and the
+    namespace must admit privileged pods."""
 
     @model_validator(mode="after")
     def _gpus_are_counted_by_ranks(self) -> Self:
