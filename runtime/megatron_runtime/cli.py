@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,7 +45,17 @@ def serve(
         options.check()
     except ConfigurationError as error:
         raise typer.Exit(_refuse(error)) from error
-    raise typer.Exit(_check(options) if check else _run(options))
+    raise typer.Exit(_check(options) if check else _run(_with_control_token(options)))
+
+
+def _with_control_token(options: LaunchOptions) -> LaunchOptions:
+    """Any user and any page in a browser of this machine can send requests to a port of its loopback address."""
+    identity = options.identity
+    if identity.control_token is not None or not identity.is_standalone:
+        return options
+    token = secrets.token_urlsafe(32)
+    print(f"token of the control API (--control-token-file sets another one): {token}", flush=True)
+    return replace(options, identity=replace(identity, control_token=token))
 
 
 def _run(options: LaunchOptions) -> int:

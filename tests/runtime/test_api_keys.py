@@ -80,7 +80,7 @@ def test_while_the_file_can_not_be_read_the_last_keys_stay_valid_with_one_warnin
 
 
 def test_an_unreadable_file_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"MEGATRON_API_KEYS_FILE=.*nowhere: can't be read: No such file"):
+    with pytest.raises(ConfigurationError, match=r"--api-keys-file .*nowhere: can't be read: No such file"):
         ApiKeys(tmp_path / "nowhere")
 
 

@@ -65,7 +65,7 @@ async def client(state: PodState, engines: Engines) -> AsyncIterator[httpx.Async
     api = create_control_api(state, lambda: engines, token="t", metrics=create_exposition(lambda: state.facts, None))
     transport = httpx.ASGITransport(app=api)
     headers = {"Authorization": "Bearer t"}
-    async with httpx.AsyncClient(transport=transport, base_url="http://pod", headers=headers) as found:
+    async with httpx.AsyncClient(transport=transport, base_url="http://10.0.0.7:9000", headers=headers) as found:
         yield found
 
 
@@ -212,7 +212,7 @@ async def test_a_signal_without_effect_returns_the_reason(
 
 async def test_a_pod_that_does_not_lead_refuses_signals(state: PodState) -> None:
     api = create_control_api(state, lambda: None, token=None, metrics=create_exposition(lambda: state.facts, None))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=api), base_url="http://pod") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=api), base_url="http://10.0.0.7:9000") as client:
         answer = await client.post("/v1/pause")
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "NotLeader")
 
@@ -239,7 +239,7 @@ async def test_the_role_changes_by_decisions_and_outdated_ones_are_refused(state
     api = create_control_api(state, lambda: None, roles=roles, token="t", metrics=lambda: b"")
     headers = {"Authorization": "Bearer t"}
     transport = httpx.ASGITransport(app=api)
-    async with httpx.AsyncClient(transport=transport, base_url="http://pod", headers=headers) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://10.0.0.7:9000", headers=headers) as client:
         assert (await client.post("/v1/lead", json={"epoch": 6, "lifecycle": "Paused"})).status_code == 200
         assert (await client.post("/v1/step-down", json={"epoch": 7})).status_code == 200
         stale = await client.post("/v1/lead", json={"epoch": 4})
@@ -290,3 +290,32 @@ async def test_a_large_body_is_refused_while_it_is_received(client: httpx.AsyncC
     answer = await client.post("/v1/weights", content=b'{"path": "' + b"x" * 100_000 + b'"}')
     assert answer.status_code == 413
     assert "more than 65536 bytes" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "message"),
+    [
+        ({"Origin": "http://shop.example"}, 403, "Origin: http://shop.example: pages from elsewhere"),
+        ({"Origin": "http://10.0.0.7:8000"}, 403, "Origin: http://10.0.0.7:8000"),
+        ({"Origin": "null"}, 403, "Origin: null"),
+        ({"Host": "rebound.example:9000"}, 421, "Host: rebound.example:9000 is not a name of this server"),
+        ({"Content-Type": "text/plain"}, 415, "Content-Type: text/plain: send application/json"),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415, "Content-Type: application/x-www-form-urlencoded"),
+    ],
+)
+async def test_a_page_from_elsewhere_can_not_control_the_engines(
+    client: httpx.AsyncClient, engines: Engines, headers: dict[str, str], status: int, message: str
+) -> None:
+    answer = await client.post("/v1/pause", headers=headers)
+    assert answer.status_code == status
+    assert message in answer.json()["error"]["message"]
+    assert engines.taken == []
+
+
+@pytest.mark.parametrize("host", ["localhost:9000", "127.0.0.1:9000", "[::1]:9000", "10.0.0.7", "10.0.0.7:9000"])
+async def test_addresses_and_localhost_are_names_of_every_pod(
+    client: httpx.AsyncClient, engines: Engines, host: str
+) -> None:
+    headers = {"Host": host, "Origin": f"http://{host}", "Content-Type": "application/json; charset=utf-8"}
+    assert (await client.post("/v1/pause", headers=headers)).status_code == 202
+    assert engines.taken == [("pause", False)]

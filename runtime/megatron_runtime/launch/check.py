@@ -21,6 +21,7 @@ async def check_everything(options: LaunchOptions) -> str:
         bind_coordinator(options).close()
         if identity.api_keys_file is not None:
             ApiKeys(identity.api_keys_file)
+        options.http.certificate()
     bind_control(options).close()
     bind_metrics(options).close()
     facts = await inspect_source(options.model, options.engine)

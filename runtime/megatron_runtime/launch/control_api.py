@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, FastAPI, Query, Request
@@ -25,6 +25,7 @@ from megatron_runtime.launch.identity import Lifecycle
 from megatron_runtime.launch.pod_state import PodState
 from megatron_runtime.lifecycle import SIGNALS
 from megatron_runtime.server.body_limit import BodyLimit
+from megatron_runtime.server.cross_origin import SameOriginOnly
 from megatron_runtime.server.options import HttpOptions
 
 MAX_POLL_SECONDS = 300.0
@@ -105,6 +106,7 @@ def create_control_api(
     *,
     roles: LeaderRole | None = None,
     token: str | None,
+    hosts: Sequence[str] = (),
     metrics: Callable[[], bytes],
 ) -> FastAPI:
     """The application of the control API.
@@ -113,10 +115,12 @@ def create_control_api(
         sender: Returns the sender of this pod's signals while this pod leads, else None.
         roles: None where the pod can neither get nor lose the role of the leader.
         token: The bearer token that clients have to send; None trusts every client.
+        hosts: Names of this server in URLs, beside its IP addresses and localhost.
         metrics: Returns the text of ``GET /metrics``.
     """
     app = FastAPI(title="Megatron control API", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(BodyLimit, options=HttpOptions(max_body_bytes=MAX_BODY_BYTES, body_timeout=BODY_SECONDS))
+    app.add_middleware(SameOriginOnly, hosts=hosts, refuse=_refusal)
     _install_handlers(app)
     guarded = [Depends(_bearer(token))]
     _install_probes(app, state)
@@ -222,6 +226,10 @@ def _install_signals(
         return accepted(wait)
 
 
+def _refusal(status: int, code: str, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"code": code, "message": message}}, status_code=status)
+
+
 async def _decide(deciding: Coroutine[Any, Any, None]) -> None:
     try:
         await deciding
@@ -262,13 +270,13 @@ def _install_handlers(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         first: Mapping[str, Any] = error.errors()[0]
         message = f"{first['loc'][-1]}: {first['msg']} (got {first.get('input')!r})"
-        return JSONResponse({"error": {"code": "InvalidRequest", "message": message}}, status_code=400)
+        return _refusal(400, "InvalidRequest", message)
 
     async def other(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {error.detail}"
         code = "NotFound" if error.status_code == 404 else "Refused"
-        return JSONResponse({"error": {"code": code, "message": message}}, status_code=error.status_code)
+        return _refusal(error.status_code, code, message)
 
     app.add_exception_handler(_Refused, refused)
     app.add_exception_handler(RequestValidationError, invalid)

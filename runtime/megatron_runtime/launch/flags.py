@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.identity import Identity
 from megatron_runtime.launch.options import EngineOptions, LaunchOptions, ModelSource
 from megatron_runtime.launch.quantity import parse_bytes
 from megatron_runtime.server.options import HttpOptions
 from megatron_runtime.server.parsers import REASONING_PARSERS, TOOL_PARSERS
+from megatron_runtime.wire.security import SHORTEST_SECRET
 
 _Group = TypeVar("_Group")
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -122,6 +124,11 @@ class HttpFlags:
         typer.Option("--megatron-http", help="Accept requests as Megatron's server does, for any model name."),
     ] = HttpOptions.megatron_http
 
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="PEM file with a certificate; the OpenAI endpoint then uses HTTPS.")
+    ] = None
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file with the private key of --tls-cert.")] = None
+
     def options(self) -> HttpOptions:
         """The same as options; ConfigurationError names a flag whose value can't be parsed."""
         return HttpOptions(
@@ -134,7 +141,58 @@ class HttpFlags:
             page=self.page,
             shared_prefix_cache=self.shared_prefix_cache,
             megatron_http=self.megatron_http,
+            tls_cert=None if self.tls_cert is None else str(self.tls_cert),
+            tls_key=None if self.tls_key is None else str(self.tls_key),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccessFlags:
+    """The secrets of clients; variables of the environment have the same for pods."""
+
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Key that clients of the OpenAI endpoint have to send; may be repeated. Other users of the machine see"
+            " it in the list of processes: prefer --api-keys-file."
+        ),
+    ] = None
+    api_keys_file: Annotated[
+        Path | None, typer.Option(help="File with such keys, one per line; changes take effect at once.")
+    ] = None
+    control_token_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the token that clients of the control API have to send. Default: a random one."),
+    ] = None
+
+    def identity(self, environment: Mapping[str, str]) -> Identity:
+        """The identity of the pod with these secrets; ConfigurationError names a flag or variable that is invalid."""
+        identity = Identity.from_environment(environment)
+        keys = tuple(self.api_key or ())
+        if any(not key or key.split() != [key] for key in keys):
+            raise ConfigurationError("--api-key: must not be empty or contain spaces")
+        return replace(
+            identity,
+            api_keys=keys,
+            api_keys_file=self.api_keys_file or identity.api_keys_file,
+            control_token=self._control_token() or identity.control_token,
+        )
+
+    def _control_token(self) -> str | None:
+        path = self.control_token_file
+        if path is None:
+            return None
+        try:
+            token = path.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ConfigurationError(f"--control-token-file {path}: can't be read: {reason}") from error
+        if len(token) < SHORTEST_SECRET or token.split() != [token] or not token.isascii():
+            raise ConfigurationError(
+                f"--control-token-file {path}: must be one line of {SHORTEST_SECRET} or more characters without spaces,"
+                " such as the output of: openssl rand -hex 32"
+            )
+        return token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +251,7 @@ class PodFlags:
     coordinator_port: Annotated[int | None, typer.Option(help="Port of the coordinator. Default: 5557.")] = None
 
 
-GROUPS = (ModelFlags, EngineFlags, HttpFlags, PodFlags)
+GROUPS = (ModelFlags, EngineFlags, HttpFlags, AccessFlags, PodFlags)
 
 
 def with_flags(command: Command) -> Command:
@@ -214,7 +272,7 @@ def launch_options(values: Mapping[str, Any], environment: Mapping[str, str]) ->
     """
     return LaunchOptions(
         model=_group(ModelFlags, values).source(),
-        identity=Identity.from_environment(environment),
+        identity=_group(AccessFlags, values).identity(environment),
         engine=_group(EngineFlags, values).options(),
         http=_group(HttpFlags, values).options(),
         **vars(_group(PodFlags, values)),

@@ -67,7 +67,12 @@ class PodFrontends:
             http=self._options.http,
         )
         self._group = FrontendGroup(
-            options, self._socket, key=key, hang_timeout=self._options.hang_timeout, on_change=self._note
+            options,
+            self._socket,
+            key=key,
+            api_keys=self._options.identity.api_keys,
+            hang_timeout=self._options.hang_timeout,
+            on_change=self._note,
         )
         self._group.start()
 

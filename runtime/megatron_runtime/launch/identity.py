@@ -42,6 +42,8 @@ class Identity:
     coordinator_key: str | None = None
     control_token: str | None = None
     api_keys_file: Path | None = None
+    api_keys: tuple[str, ...] = ()
+    """API keys that are in no file."""
     local_ranks: int | None = None
     """Ranks on this machine, including those of other launchers; they share its cores."""
     termination_log: Path | None = None

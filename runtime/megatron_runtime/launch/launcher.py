@@ -151,7 +151,7 @@ class Launcher:
         logger.info("ready")
         if self._frontends is not None:
             host, port = self._frontends.http_address
-            self._announce(f"http://{host}:{port}/v1")
+            self._announce(f"{self._options.http.scheme}://{host}:{port}/v1")
 
     def _coordinator_address(self) -> str:
         """The address of the leader, which may be another pod, also later; else that of this pod's coordinator."""
@@ -253,6 +253,7 @@ class Launcher:
             self._signal_sender,
             roles=None if identity.is_standalone else self._leadership,
             token=identity.control_token,
+            hosts=(self._options.private_host,),
             metrics=metrics,
         )
         sockets = bind_control(self._options), bind_metrics(self._options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_runtime.errors import ConfigurationError
@@ -12,23 +13,40 @@ from megatron_runtime.server.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
+KEYS_VARIABLE = "MEGATRON_API_KEYS"
+"""The environment variable of frontend processes with the keys that are in no file."""
+
 
 class ApiKeys:
     """Follows its file: a key that is added or removed takes effect with the next request.
 
     While the file is missing or can't be read, the keys that were read last stay valid. Empty the file to revoke all
     keys.
+
+    Args:
+        path: The file; None: there are only ``others``.
+        others: Keys that are valid beside those of the file.
+
+    Raises:
+        ConfigurationError: The file can't be read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None, others: Sequence[str] = ()) -> None:
         self._path = path
         self._version: tuple[int, int] | None = None
-        self._digests: list[bytes] = []
+        self._others = [_digest(key) for key in others]
+        self._digests = self._others
         self._is_readable = True
         try:
             self._read()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigurationError(f"MEGATRON_API_KEYS_FILE={path}: can't be read: {_reason(error)}") from error
+            raise ConfigurationError(f"--api-keys-file {path}: can't be read: {_reason(error)}") from error
+
+    @classmethod
+    def of_frontend(cls, path: str | None, environment: Mapping[str, str]) -> ApiKeys | None:
+        """The keys of a frontend process, from its options and `api_keys_environment`; None: every client is served."""
+        others = environment.get(KEYS_VARIABLE, "").split()
+        return cls(None if path is None else Path(path), others) if path is not None or others else None
 
     def check(self, authorization: str | None, key: str | None = None) -> None:
         """Raises ApiError 401 unless ``authorization`` carries one of the keys, or ``key`` is one.
@@ -57,20 +75,27 @@ class ApiKeys:
             self._read()
         except (OSError, UnicodeDecodeError) as error:
             if self._is_readable:
-                message = "MEGATRON_API_KEYS_FILE=%s: can't be read: %s; the keys that were read last stay valid"
+                message = "--api-keys-file %s: can't be read: %s; the keys that were read last stay valid"
                 logger.warning(message, self._path, _reason(error))
             self._is_readable = False
         else:
             self._is_readable = True
 
     def _read(self) -> None:
+        if self._path is None:
+            return
         status = self._path.stat()
         version = (status.st_mtime_ns, status.st_ino)
         if version == self._version:
             return
         lines = (line.strip() for line in self._path.read_text().splitlines())
-        self._digests = [_digest(line) for line in lines if line and not line.startswith("#")]
+        self._digests = [_digest(line) for line in lines if line and not line.startswith("#")] + self._others
         self._version = version
+
+
+def api_keys_environment(keys: Sequence[str]) -> dict[str, str]:
+    """The environment that passes ``keys``, which have no spaces, to a frontend process."""
+    return {KEYS_VARIABLE: " ".join(keys)}
 
 
 def _reason(error: OSError | UnicodeDecodeError) -> str:

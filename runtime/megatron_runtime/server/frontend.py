@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
 
 import uvloop
 
@@ -51,9 +50,10 @@ async def _serve(link: ParentLink) -> int:
         logger.error("%s", error)
         return EXIT_BAD_INPUT
     try:
-        api_keys = ApiKeys(Path(options.api_keys_file)) if options.api_keys_file else None
+        api_keys = ApiKeys.of_frontend(options.api_keys_file, os.environ)
+        certificate = options.http.certificate()
     except ConfigurationError as error:
-        # FrontendGroup has read the file before, so this error may be transient: the process is restarted.
+        # FrontendGroup has read the files before, so this error may be transient: the process is restarted.
         logger.error("%s", error)
         return EXIT_FAILURE
     client.start()
@@ -64,11 +64,13 @@ async def _serve(link: ParentLink) -> int:
         max_in_flight=options.http.max_in_flight,
     )
     app = create_app(FrontendContext(options, client, tokenizer, admission, api_keys))
-    server = HttpServer(app)
+    server = HttpServer(app, certificate=certificate)
     drain = _Drain(server, admission, hands_over=options.hands_over)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, drain.advance)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
-    beating = asyncio.create_task(link.keep_beating())
+    background = [asyncio.create_task(link.keep_beating())]
+    if certificate is not None:
+        background.append(asyncio.create_task(certificate.follow()))
     try:
         await server.listening.wait()
         # Long-lived objects such as the tokenizer are excluded from garbage collection, and it runs rarely: requests
@@ -78,7 +80,8 @@ async def _serve(link: ParentLink) -> int:
         link.report(phase="Serving")
         await serving
     finally:
-        beating.cancel()
+        for task in background:
+            task.cancel()
         client.stop()
     return EXIT_DRAINED
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from megatron_runtime.errors import ConfigurationError, CoordinatorError
 from megatron_runtime.notifier import Notifier
 from megatron_runtime.processes.child import ChildTask
 from megatron_runtime.processes.supervisor import HANG_SECONDS, ChildEnd, Supervisor
-from megatron_runtime.server.api_keys import ApiKeys
+from megatron_runtime.server.api_keys import ApiKeys, api_keys_environment
 from megatron_runtime.server.options import FrontendOptions
 from megatron_runtime.wire.security import key_environment
 
@@ -29,11 +29,12 @@ class FrontendGroup:
     Args:
         sock: A listening socket from ``listening_socket.bind``; the group owns and closes it.
         key: The coordinator's shared secret, if any.
+        api_keys: API keys that are valid beside those of the file.
         hang_timeout: Seconds without a heartbeat after which a frontend is considered hung and is replaced.
         on_change: Called when a frontend starts, exits or begins to listen.
 
     Raises:
-        ConfigurationError: The file of API keys can't be read.
+        ConfigurationError: The file of API keys, or the certificate, can't be read.
     """
 
     def __init__(
@@ -42,14 +43,16 @@ class FrontendGroup:
         sock: socket.socket,
         *,
         key: str | None,
+        api_keys: Sequence[str] = (),
         hang_timeout: float = HANG_SECONDS,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         if options.api_keys_file is not None:
             ApiKeys(Path(options.api_keys_file))
+        options.http.certificate()
         self.options = options
         self._socket = sock
-        self._key = key
+        self._environment = key_environment(key) | api_keys_environment(api_keys)
         self._on_change = on_change
         self._attached: set[int] = set()
         self._changed = Notifier()
@@ -136,7 +139,7 @@ class FrontendGroup:
         self._socket.close()
 
     def _task(self, index: int) -> ChildTask:
-        environment = key_environment(self._key)
+        environment = dict(self._environment)
         if self.options.metrics_folder is not None:
             environment["PROMETHEUS_MULTIPROC_DIR"] = self.options.metrics_folder
         return ChildTask(

@@ -10,15 +10,22 @@ from collections.abc import Generator
 import uvicorn
 from fastapi import FastAPI
 
+from megatron_runtime.server.certificate import Certificate
 from megatron_runtime.server.limited_protocol import LimitedProtocol
 
 KEEP_ALIVE_SECONDS = 75
 
 
 class HttpServer(uvicorn.Server):
-    """Does not handle SIGTERM and SIGINT; set ``should_exit`` to stop it."""
+    """Does not handle SIGTERM and SIGINT; set ``should_exit`` to stop it.
 
-    def __init__(self, app: FastAPI, *, graceful_seconds: int | None = None) -> None:
+    Args:
+        certificate: For HTTPS; None: plain HTTP.
+    """
+
+    def __init__(
+        self, app: FastAPI, *, graceful_seconds: int | None = None, certificate: Certificate | None = None
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -32,11 +39,14 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
             )
         )
+        self._certificate = certificate
         self.listening = asyncio.Event()
         """Set once connections are accepted."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Returns once the server listens."""
+        if self._certificate is not None:
+            self.config.ssl = self._certificate.context
         await super().startup(sockets)
         self.listening.set()
 

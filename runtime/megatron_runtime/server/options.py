@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.server.certificate import Certificate
 from megatron_runtime.server.parsers import check_parsers
 
 ACCESS_LOGS = ("off", "text", "json")
@@ -34,6 +36,21 @@ class HttpOptions:
     """Whether requests with different API keys use each other's cached prefixes."""
     megatron_http: bool = False
     """Whether to accept requests as Megatron's server does; see ``megatron_requests.py``."""
+    tls_cert: str | None = None
+    """PEM file with the certificate of the HTTP port; None: plain HTTP."""
+    tls_key: str | None = None
+    """PEM file with its private key."""
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of the URLs of the HTTP port."""
+        return "http" if self.tls_cert is None else "https"
+
+    def certificate(self) -> Certificate | None:
+        """The certificate of the HTTP port, if it has one; ConfigurationError if it can't be used."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        return Certificate(Path(self.tls_cert), Path(self.tls_key))
 
     def check(self) -> None:
         """Raises ConfigurationError that names the field, its value and the allowed values."""
@@ -45,6 +62,9 @@ class HttpOptions:
                 f"access_log={self.access_log!r} must be one of {', '.join(ACCESS_LOGS)}", field="access_log"
             )
         check_parsers(self.parsers)
+        if (self.tls_cert is None) != (self.tls_key is None):
+            given, missing = ("--tls-cert", "--tls-key") if self.tls_key is None else ("--tls-key", "--tls-cert")
+            raise ConfigurationError(f"{given} {self.tls_cert or self.tls_key}: give {missing} too", field="tls_cert")
         for origin in self.cors_origins:
             if origin != "*" and "://" not in origin:
                 raise ConfigurationError(

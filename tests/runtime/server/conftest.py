@@ -20,7 +20,7 @@ from openai import OpenAI
 from runtime_support.processes import children_of, is_alive
 from suite_support.worker import free_host
 
-PORTS = (8000, 9000, 5557, 29500)
+PORTS = (8000, 9000, 9001, 5557, 29500)
 TOKEN = "control-token-of-the-tests"
 KEY = "coordinator-key-of-the-tests-0123456789"
 MODEL = "chat"

@@ -82,6 +82,7 @@ def test_a_standalone_service_needs_only_a_model(smollm2_path: Path) -> None:
     with subprocess.Popen([*command, *flags], env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
+            assert process.stdout.readline().startswith("token of the control API ")
             line = process.stdout.readline()
             url = re.search(r"http://127\.0\.0\.1:\d+/v1", line)
             assert line.startswith("curl ")

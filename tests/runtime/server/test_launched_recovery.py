@@ -119,9 +119,7 @@ def test_a_missing_key_file_is_refused(start_pod: StartPod, tiny_checkpoint: Pat
     pod = start_pod(
         "--model", str(tiny_checkpoint), "--kv-cache-memory", "32Mi", MEGATRON_API_KEYS_FILE="/nowhere/keys"
     )
-    assert (
-        refused(pod, "InvalidSpec") == "MEGATRON_API_KEYS_FILE=/nowhere/keys: can't be read: No such file or directory"
-    )
+    assert refused(pod, "InvalidSpec") == "--api-keys-file /nowhere/keys: can't be read: No such file or directory"
 
 
 def test_a_missing_path_is_refused(start_pod: StartPod) -> None:
