@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -31,7 +29,6 @@ from megatron_runtime.parallel.world_group import WorldGroup
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.server.frontend_group import FrontendGroup
 from megatron_runtime.wire.bodies import Prompt
-from megatron_runtime.wire.security import KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +65,6 @@ class CoordinatedRuntime:
         # Before the world: the failure of a rank of the same replica group is detected at once.
         engine.controller.model.ranks.barrier("start", LOAD_TIMEOUT)
         self._group = WorldGroup(world)
-        self._key = world.share(os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32), "sharing the key")
         self._attached: AttachedEngine | None = None
         self._client: InferenceClient | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -88,13 +84,12 @@ class CoordinatedRuntime:
                 self._engine,
                 hostname=self._host,
                 port=self._port,
-                key=self._key,
                 prepare_thread=self._prepare_thread,
             )
             watch = self._watch_loop if self._world.is_primary else self._watch_primary
             self._watch = asyncio.create_task(watch())
             if self._world.is_primary:
-                self._client = InferenceClient(self._attached.address, key=self._key, strict_signals=True)
+                self._client = InferenceClient(self._attached.address, key=self._attached.key, strict_signals=True)
                 await self._client.start()
                 await self._wait_for_engines()
         except BaseException:
@@ -159,7 +154,7 @@ class CoordinatedRuntime:
         options = config.frontend_options(
             self._attached.address, self._engine.tokenizer, self._engine.context.max_sequence_length
         )
-        self._frontends = FrontendGroup(options, config.listening_socket(), key=self._key)
+        self._frontends = FrontendGroup(options, config.listening_socket(), key=self._attached.key)
         self._frontends.start()
         try:
             await self._frontends.wait_ready(FRONTEND_SECONDS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-import os
 import socket
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,8 @@ from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.megatron import readable_tokenizer
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server.frontend_group import FrontendGroup
-from megatron_runtime.wire.security import KEY_VARIABLE, coordinator_address
+from megatron_runtime.wire.key_files import find_key
+from megatron_runtime.wire.security import coordinator_address
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,8 @@ def start_text_gen_server(
     Frontends that are running already stay, with a warning.
 
     Args:
-        coordinator_addr: Address of the coordinator, or its port on this machine. MEGATRON_COORDINATOR_KEY has its key.
+        coordinator_addr: Address of the coordinator, or its port on this machine. `InferenceClient` says where its
+            key is found.
         tokenizer: As for `from_megatron`.
         rank: Shown in the log.
         server_port: Port to listen on.
@@ -76,7 +77,7 @@ def start_text_gen_server(
     limit = max_sequence_length or _limit_of_engine(address)
     readable = readable_tokenizer(tokenizer)
     options = config.frontend_options(address, readable, limit)
-    frontends = FrontendGroup(options, config.listening_socket(), key=os.environ.get(KEY_VARIABLE))
+    frontends = FrontendGroup(options, config.listening_socket(), key=find_key(address))
     thread = RuntimeThread()
     thread.run(_start(frontends))
     thread.submit(frontends.wait_ready(READY_SECONDS)).add_done_callback(_log_failure)

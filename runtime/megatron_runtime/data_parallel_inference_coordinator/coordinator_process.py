@@ -15,6 +15,7 @@ from megatron_runtime.data_parallel_inference_coordinator.options import Coordin
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.processes.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE, ParentLink
 from megatron_runtime.processes.supervisor import error_report
+from megatron_runtime.wire.key_files import publish_key, withdraw_key
 from megatron_runtime.wire.security import KEY_VARIABLE
 
 PARENT_TIMEOUT = 8.0
@@ -25,10 +26,9 @@ def main() -> None:
     """Runs the coordinator until SIGTERM, SHUTDOWN, or the end of the parent process."""
     link = ParentLink.from_arguments()
     options = CoordinatorProcessOptions.deserialize(link.options)
+    key = os.environ.get(KEY_VARIABLE)
     try:
-        coordinator = DataParallelInferenceCoordinator.from_options(
-            options.coordinator, key=os.environ.get(KEY_VARIABLE)
-        )
+        coordinator = DataParallelInferenceCoordinator.from_options(options.coordinator, key=key)
     except ConfigurationError as error:
         link.report(error=error_report(error))
         sys.exit(EXIT_BAD_INPUT)
@@ -42,8 +42,12 @@ def main() -> None:
         link.take_death_of_parent_as(signal.SIGTERM)  # the routing trace is written at the end
     coordinator.on_tick = partial(_tick, link, coordinator)
     coordinator.on_weights = lambda weights: link.report(weights=weights)
+    if key is not None and options.publishes_key:
+        publish_key(coordinator.address, key)
     link.report(phase="Serving", address=coordinator.address)
     coordinator.start()
+    if options.publishes_key:
+        withdraw_key(coordinator.address)
     sys.exit(EXIT_DRAINED)
 
 

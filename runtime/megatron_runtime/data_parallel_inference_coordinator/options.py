@@ -89,12 +89,14 @@ class CoordinatorProcessOptions:
     coordinator: CoordinatorOptions
     may_use_other_port: bool = False
     """Whether the process may listen on another port when the given one is in use."""
+    publishes_key: bool = False
+    """Whether clients of the same user find the key in a file."""
 
     def serialize(self) -> dict[str, Any]:
         """All fields as JSON values."""
-        return {"coordinator": self.coordinator.serialize(), "may_use_other_port": self.may_use_other_port}
+        return {**asdict(self), "coordinator": self.coordinator.serialize()}
 
     @classmethod
     def deserialize(cls, data: Mapping[str, Any]) -> Self:
         """The options that ``serialize`` was called on, also after a round trip through JSON."""
-        return cls(CoordinatorOptions.deserialize(data["coordinator"]), data["may_use_other_port"])
+        return cls(**{**data, "coordinator": CoordinatorOptions.deserialize(data["coordinator"])})

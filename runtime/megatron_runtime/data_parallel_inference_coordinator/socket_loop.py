@@ -12,6 +12,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.wire import sockets
+from megatron_runtime.wire.key_files import withdraw_key
 from megatron_runtime.wire.security import require_key_or_loopback, secure_server
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ class RouterSocket:
             self._close_socket()
             raise
         self.address = self.socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        if key is None:
+            withdraw_key(self.address)
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_sender.setblocking(False)
         self.on_refused: Callable[[], None] = lambda: None

@@ -31,6 +31,7 @@ class SupervisedCoordinator:
         key: The shared secret of all peers; None means plain sockets.
         current_state: Returns the state of the service, or the target of its transition.
         may_use_other_port: Whether the first process may listen on another port when the given one is in use.
+        publishes_key: Whether clients of the same user find the key in a file.
         budget: Limit of the restarts; None for no limit.
         restart_success: Restart the process also after a normal end, such as a client's SHUTDOWN.
         hang_timeout: Seconds without a heartbeat after which a process counts as hung and is replaced.
@@ -47,6 +48,7 @@ class SupervisedCoordinator:
         key: str | None,
         current_state: Callable[[], CoordinatorState],
         may_use_other_port: bool = False,
+        publishes_key: bool = False,
         budget: RestartBudget | None = None,
         restart_success: bool = True,
         hang_timeout: float = HANG_SECONDS,
@@ -58,6 +60,7 @@ class SupervisedCoordinator:
         self._options = options
         self._may_use_other_port = may_use_other_port
         self._key = key
+        self._publishes_key = publishes_key
         self._current_state = current_state
         self._ends_when_parent_hangs = ends_when_parent_hangs
         self._log_level = log_level
@@ -127,7 +130,9 @@ class SupervisedCoordinator:
 
     def _task(self) -> ChildTask:
         options = CoordinatorProcessOptions(
-            replace(self._options, initial_state=self._current_state()), self._may_use_other_port
+            replace(self._options, initial_state=self._current_state()),
+            may_use_other_port=self._may_use_other_port,
+            publishes_key=self._publishes_key,
         )
         return ChildTask(
             role="coordinator",

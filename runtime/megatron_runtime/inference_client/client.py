@@ -44,7 +44,8 @@ class InferenceClient(ControlCalls):
         inference_coordinator_address: A port of this machine, ``host:port`` or ``tcp://host:port``.
         inference_coordinator_port: The address as a port of this machine, by its older name.
         deserialize: Return results as objects; False returns the serialized merged request, a dict.
-        key: The coordinator's shared secret; None means plain sockets, allowed on loopback only.
+        key: The coordinator's shared secret. None: that of MEGATRON_COORDINATOR_KEY, or the one that a coordinator of
+            this user generated; else plain sockets, allowed on loopback only.
         request_timeout: Default timeout of a request in seconds; None for no limit.
         coordinator_timeout: Seconds without a coordinator after which all outstanding requests and calls fail.
         transition_timeout: Default timeout of a control signal in seconds.

@@ -14,6 +14,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from megatron_runtime.headers import Headers
 from megatron_runtime.wire import codec, sockets
+from megatron_runtime.wire.key_files import find_key
 from megatron_runtime.wire.protocol_errors import ProtocolErrors
 from megatron_runtime.wire.security import coordinator_address, is_loopback, require_key_or_loopback, secure_client
 
@@ -29,7 +30,7 @@ class Dealer:
     Args:
         address: A port of this machine, ``host:port`` or ``tcp://host:port``.
         name: Names the peer to the coordinator across its connections, unique among all peers.
-        key: The coordinator's shared secret, or None for plain sockets on loopback.
+        key: The coordinator's shared secret. None: what `find_key` finds, or else plain sockets, on loopback only.
         on_message: Called with every valid message.
         on_connected: Called after every (re-)connection; the coordinator may be another process.
         on_disconnected: Called when the connection is lost.
@@ -50,6 +51,7 @@ class Dealer:
     ) -> None:
         self.address = coordinator_address(address)
         host = self.address.removeprefix("tcp://").rpartition(":")[0]
+        key = key if key is not None else find_key(self.address)
         require_key_or_loopback(host, key)
         self._name = name
         self._has_sent_name = False

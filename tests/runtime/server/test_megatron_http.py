@@ -76,7 +76,9 @@ def test_top_p_0_is_greedy_unless_there_is_a_temperature(pod: Any) -> None:
 
 
 def test_a_chat_answer_has_what_megatrons_rl_code_reads(pod: Any) -> None:
-    choice = chat(pod, temperature=1, top_p=0.0, logprobs=True, return_raw_text=True, skip_prompt_log_probs=True)
+    choice = chat(
+        pod, temperature=1, top_p=0.0, seed=1, logprobs=True, return_raw_text=True, skip_prompt_log_probs=True
+    )
     message = choice["message"]
     assert message["prompt_token_ids"] == tokens_of(pod, f"{BOS}{PROMPT}:")
     assert len(message["generation_log_probs"]) == len(message["generation_token_ids"]) == 8

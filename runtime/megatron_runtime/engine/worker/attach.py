@@ -27,6 +27,7 @@ from megatron_runtime.parallel.timeouts import LOAD_TIMEOUT
 from megatron_runtime.parallel.world import World
 from megatron_runtime.processes.parent_link import EXIT_DRAINED
 from megatron_runtime.processes.supervisor import ChildEnd, RestartBudget
+from megatron_runtime.wire.key_files import forget_key, generate_key, remember_key
 from megatron_runtime.wire.security import KEY_VARIABLE, coordinator_address
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class AttachedEngine:
     address: str
     """Address of the coordinator."""
     key: str | None
-    """The shared secret of the coordinator."""
+    """The shared secret of the coordinator; None: its socket is plain, or `find_key` finds it."""
     loop: EngineLoop | FollowerLoop
     task: asyncio.Task[None]
     """Runs the loop."""
@@ -73,7 +74,8 @@ async def attach_engine(
         port: Port of the coordinator; None lets a launched one choose.
         launch_coordinator: Rank 0 starts a coordinator process; False connects to a running one.
         hostname: Host of the coordinator; None: loopback for one rank, and MASTER_ADDR for several.
-        key: The shared secret; None: MEGATRON_COORDINATOR_KEY, if it is set.
+        key: The shared secret. None: MEGATRON_COORDINATOR_KEY, or else a launched coordinator generates one, which
+            `InferenceClient` finds in processes of the same user on this machine and in those of the ranks.
         schedule_output_path: File for the routing decisions of a launched coordinator.
         prepare_thread: Called once in the thread that steps the engine.
 
@@ -90,32 +92,37 @@ async def attach_engine(
     address = f"{host}:{port}"
     if launch_coordinator:
         options = _coordinator_options(engine, world, host, port, schedule_output_path)
-        coordinator, address = await _share_coordinator(engine, world, options, key)
+        coordinator, address, key = await _share_coordinator(engine, world, options, key)
+        remember_key(address, key)
     reached = StateJournal()
     loop, work = _make_loop(
         engine, world, address=address, key=key, prepare_thread=prepare_thread, on_state=reached.note
     )
     task = asyncio.create_task(work)
+    task.add_done_callback(lambda _: forget_key(address))
     engine.attach(loop, task)
     return AttachedEngine(address, key, loop, task, reached, coordinator)
 
 
 async def _share_coordinator(
     engine: RankEngine, world: World, options: CoordinatorOptions, key: str | None
-) -> tuple[SupervisedCoordinator | None, str]:
-    """Start the coordinator on rank 0 of the world, and return its address on every rank."""
+) -> tuple[SupervisedCoordinator | None, str, str]:
+    """Start the coordinator on rank 0 of the world, and return its address and its key on every rank."""
     coordinator: SupervisedCoordinator | None = None
     address, failure = "", ""
     if world.is_primary:
         try:
-            coordinator, address = await _launch_coordinator(options, key, lambda: _service_state(engine.attached_loop))
+            coordinator, address, key = await _launch_coordinator(
+                options, key, lambda: _service_state(engine.attached_loop)
+            )
         except Exception as error:
-            await asyncio.to_thread(world.share, (address, str(error)), "listen")
+            await asyncio.to_thread(world.share, ("", "", str(error)), "listen")
             raise
-    address, failure = await asyncio.to_thread(world.share, (address, failure), "listen")
+    address, key, failure = await asyncio.to_thread(world.share, (address, key, failure), "listen")
     if failure:
         raise CoordinatorError(f"rank 0 of the world could not start the coordinator: {failure}")
-    return coordinator, address
+    assert key is not None
+    return coordinator, address, key
 
 
 def _make_loop(
@@ -151,12 +158,17 @@ def _service_state(loop: AttachedLoop | None) -> CoordinatorState:
 
 async def _launch_coordinator(
     options: CoordinatorOptions, key: str | None, current_state: Callable[[], CoordinatorState]
-) -> tuple[SupervisedCoordinator, str]:
-    """The coordinator and its address, once it listens. The first start must succeed; later failures cause restarts."""
+) -> tuple[SupervisedCoordinator, str, str]:
+    """The coordinator, its address and its key, once it listens.
+
+    The first start must succeed; later failures cause restarts.
+    """
     budget = RestartBudget(0)
+    used = generate_key() if key is None else key
     coordinator = SupervisedCoordinator(
         options,
-        key=key,
+        key=used,
+        publishes_key=key is None,
         current_state=current_state,
         may_use_other_port=True,
         budget=budget,
@@ -171,7 +183,7 @@ async def _launch_coordinator(
         await coordinator.close()
         raise
     budget.limit = MAX_RESTARTS
-    return coordinator, address
+    return coordinator, address, used
 
 
 def _log_end(end: ChildEnd) -> None:
