@@ -39,6 +39,8 @@ class Headers(IntEnum):
     """client -> coordinator -> engine: cancel these requests."""
     REPLY_ACK = 27
     """coordinator -> engine: drop these requests; their results have arrived, or their clients are gone."""
+    BODIES_NEEDED = 29
+    """engine -> coordinator: send the bodies of these requests, which were withheld."""
     REQUEST_FAILED = 28
     """coordinator -> client: these requests can't be served, and the reason."""
 

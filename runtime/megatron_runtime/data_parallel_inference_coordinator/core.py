@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from megatron_runtime.data_parallel_inference_coordinator.dispatcher import Dispatcher
 from megatron_runtime.data_parallel_inference_coordinator.engines import EngineEntry, EngineRegistry
@@ -24,8 +25,20 @@ logger = logging.getLogger(__name__)
 Handler = Callable[["Core", bytes, Message], None]
 
 
+STALL_SECONDS = 2.0
+"""Time between two ticks after which this process has evidently not run."""
 CLIENT_TIMEOUT = 30.0
 """Seconds without a message after which a client counts as lost."""
+
+
+@dataclass
+class Ticks:
+    """What is kept from one tick to the next."""
+
+    last: float | None = None
+    """The time of the last tick."""
+    answered: set[bytes] = field(default_factory=set)
+    """Unknown peers that were answered since then."""
 
 
 class Core:
@@ -64,8 +77,8 @@ class Core:
         self.engines = EngineRegistry(sort_by_group=options.deterministic_mode)
         policy = options.prefix_caching_coordinator_policy
         self.router = Router(policy, alpha=options.prefix_caching_routing_alpha, max_requests=options.max_requests)
-        records_routing = options.schedule_output_path is not None
-        self.routing_trace = RoutingTrace(policy.value, options.data_parallel_size, is_recorded=records_routing)
+        is_recorded = options.schedule_output_path is not None
+        self.routing_trace = RoutingTrace(policy.value, options.data_parallel_size, is_recorded=is_recorded)
         self.dispatcher = Dispatcher(
             engines=self.engines,
             clients=self.clients,
@@ -90,7 +103,7 @@ class Core:
             became_ready=self.dispatcher.assign_waiting,
             before_ready=self.weights.next_step,
         )
-        self._handlers = handlers
+        self._handlers, self._ticks = handlers, Ticks()
 
     def handle(self, peer: bytes, frames: Sequence[bytes]) -> None:
         """Handle one message. Malformed and unexpected messages are counted and dropped."""
@@ -109,6 +122,7 @@ class Core:
     def tick(self, now: float) -> None:
         """Detect lost peers and expired deadlines, and send heartbeats; call it about twice a second."""
         for task in (
+            self._note_stall,
             self._beat_engines,
             self._beat_clients,
             self.dispatcher.expire,
@@ -121,6 +135,16 @@ class Core:
                 # As in `handle`: a defect must not end the service.
                 self.protocol_errors.add("a periodic task of the coordinator failed", failure)
         self.outbox.release()
+
+    def _note_stall(self, now: float) -> None:
+        """Messages of the time in which this process was stopped are not received yet: no peer is lost by that."""
+        if self._ticks.last is not None and now - self._ticks.last > STALL_SECONDS:
+            logger.warning("this process did not run for %.1f s", now - self._ticks.last)
+            for peer in (*self.engines, *self.clients.values()):
+                peer.last_seen = now
+        self._ticks = Ticks(now)
+        for engine in self.engines:
+            engine.pushed = 0
 
     def _beat_engines(self, now: float) -> None:
         for engine in self.engines:
@@ -189,6 +213,12 @@ class Core:
     def is_known(self, peer: bytes) -> bool:
         """Whether the peer is a client or a registered engine."""
         return peer in self.clients or self.engines.get(peer) is not None
+
+    def answer_unknown_peer(self, peer: bytes) -> None:
+        """Ask a peer to introduce itself, once per tick however many messages it has sent."""
+        if peer not in self._ticks.answered:
+            self._ticks.answered.add(peer)
+            self.outbox.put(peer, Headers.UNKNOWN_PEER, self.epoch)
 
     def unreachable(self, peer: bytes) -> None:
         """Remove a peer to which a message could not be sent."""

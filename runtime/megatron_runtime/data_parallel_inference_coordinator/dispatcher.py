@@ -22,6 +22,9 @@ LINGER_SECONDS = 30.0
 submit it again."""
 MAX_LOSSES = 10
 """A request fails after this number of its engines were lost, because it is then the likely cause of the losses."""
+PUSH_BYTES = 2**20
+"""Bodies of new assignments that an engine gets between two ticks without asking for them. It asks for the others as it
+can admit them, so that they delay neither other messages nor its heartbeats."""
 FAILURE_WEIGHT = 4
 """An engine that failed in a step counts as this number of lost engines."""
 
@@ -90,11 +93,12 @@ class Dispatcher:
         elif submission.streaming and submission.received < entry.token_count:
             try:
                 missing = entry.generated_since(submission.received)
-            except MalformedMessage as defect:
-                self._protocol_errors.add(f"stored tokens: {defect}")
-                return
+                packed = missing.pack()
+            except Exception as defect:
+                self._protocol_errors.add_stored("stored tokens", defect)
+                return  # the result has them
             item = Forwarded(entry.uuid, submission.received, len(missing.tokens))
-            self._outbox.add(client.identity, Headers.ENGINE_REPLY_PARTIAL, item, missing.pack())
+            self._outbox.add(client.identity, Headers.ENGINE_REPLY_PARTIAL, item, packed)
 
     def _change_client(self, entry: RequestEntry, client: ClientEntry) -> None:
         previous = self._clients.get(entry.client)
@@ -142,7 +146,7 @@ class Dispatcher:
             return
         if item.start != entry.token_count:
             # Messages were lost with a connection: the engine answers a repeated assignment with all tokens.
-            self._send(entry, engine)
+            self._send(entry, engine, withhold=True)
             return
         entry.chunks.append(body)
         entry.token_count += item.length
@@ -194,11 +198,23 @@ class Dispatcher:
                 self._release(engine, uuid)
             elif entry.engine is None:
                 self.waiting.pop(uuid, None)
-                self._send(entry, engine)
+                self._send(entry, engine, withhold=True)
             elif entry.engine != engine.identity:
                 self._release(engine, uuid)
+        claimed = set(claims)
         for entry in repeated:
-            self._send(entry, engine)
+            self._send(entry, engine, withhold=entry.uuid in claimed)
+
+    def send_body(self, engine: EngineEntry, uuid: bytes) -> None:
+        """An engine needs a body that was withheld."""
+        entry = self.requests.get(uuid)
+        if entry is None or entry.engine != engine.identity:
+            self._release(engine, uuid)
+        elif entry.aborted:
+            self._release(engine, uuid)
+            self.fail(entry, CoordinatorError("the request was aborted before its engine had it"))
+        else:
+            self._send(entry, engine, withhold=False)
 
     def lose_engine(self, engine: EngineEntry, reason: str, now: float, *, failed: bool) -> None:
         """Assign the requests of a lost engine to other engines, oldest first, with the tokens generated so far."""
@@ -235,19 +251,24 @@ class Dispatcher:
             return
         self._router.record(engine.identity, entry.hashes)
         self._routing_trace.record(entry.server_id, engine.replica_group, len(entry.hashes))
-        self._send(entry, engine)
+        pushed = engine.pushed + entry.size
+        self._send(entry, engine, withhold=claim is not None or (engine.pushed > 0 and pushed > PUSH_BYTES))
 
-    def _send(self, entry: RequestEntry, engine: EngineEntry) -> None:
+    def _send(self, entry: RequestEntry, engine: EngineEntry, *, withhold: bool) -> None:
+        """Assign a request to an engine; ``withhold`` its body if the engine may have it, or can't admit it yet."""
         try:
-            body = entry.current_body()
-        except MalformedMessage as defect:
-            self._protocol_errors.add(f"stored request: {defect}")
-            self.fail(entry, EngineError(f"its tokens can't be decoded for another engine: {defect}"))
+            body, withheld = (b"", entry.size) if withhold else (entry.current_body(), 0)
+        except Exception as defect:
+            # The requests of a lost engine are assigned one after the other: a defect of one must not stop the others.
+            self._protocol_errors.add_stored("stored request", defect)
+            reason = defect if isinstance(defect, MalformedMessage) else type(defect).__name__
+            self.fail(entry, EngineError(f"its tokens can't be decoded for another engine: {reason}"))
             return
+        engine.pushed += len(body)
         entry.dispatch += 1
         entry.engine = engine.identity
         engine.owned.add(entry.uuid)
-        assignment = Assignment(entry.uuid, entry.dispatch, entry.streaming)
+        assignment = Assignment(entry.uuid, entry.dispatch, entry.streaming, entry.token_count, withheld)
         self._outbox.add(engine.identity, Headers.SUBMIT_REQUEST, assignment, body)
 
     # End of a request

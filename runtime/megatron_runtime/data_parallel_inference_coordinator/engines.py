@@ -33,6 +33,8 @@ class EngineEntry:
     signal_time: float = 0.0
     owned: set[bytes] = field(default_factory=set)
     """UUIDs of the requests that are assigned to it."""
+    pushed: int = 0
+    """Bytes of bodies that were sent since the last tick without being asked for."""
 
     @property
     def name(self) -> str:

@@ -41,6 +41,7 @@ def handlers() -> Mapping[Headers, Handler]:
         Headers.ABORT_REQUEST: _abort,
         Headers.ENGINE_REPLY: _reply,
         Headers.ENGINE_REPLY_PARTIAL: _partial,
+        Headers.BODIES_NEEDED: _bodies_needed,
         Headers.STATE: _state,
         Headers.SERVICE_STATE: _service_state,
         Headers.UPDATE_WEIGHTS: _update_weights,
@@ -73,7 +74,7 @@ def _engine(core: Core, peer: bytes) -> EngineEntry:
 
 
 def _unknown_peer(core: Core, peer: bytes) -> MalformedMessage:
-    core.outbox.put(peer, Headers.UNKNOWN_PEER, core.epoch)
+    core.answer_unknown_peer(peer)
     return MalformedMessage("a message from an unknown peer")
 
 
@@ -164,6 +165,12 @@ def _partial(core: Core, peer: bytes, message: Message) -> None:
     engine = _engine(core, peer)
     for item, body in zip(items(message, Progress.parse), message.bodies, strict=True):
         core.dispatcher.progress(engine, item, body)
+
+
+def _bodies_needed(core: Core, peer: bytes, message: Message) -> None:
+    engine = _engine(core, peer)
+    for uuid in items(message, uuid_bytes, with_bodies=False):
+        core.dispatcher.send_body(engine, uuid)
 
 
 def _state(core: Core, peer: bytes, message: Message) -> None:

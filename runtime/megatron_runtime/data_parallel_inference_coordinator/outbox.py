@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_runtime.headers import Headers
+from megatron_runtime.wire.batches import BATCH_BYTES
 from megatron_runtime.wire.codec import MAX_BATCH, encode
 
 DEFERRED_BATCH = 64
@@ -30,13 +31,14 @@ class Outbox:
         """Add one item of a batch message."""
         messages = self._pending.setdefault(peer, [])
         last = messages[-1] if messages else None
-        if last is None or last.header != header or last.items is None or len(last.items) >= MAX_BATCH:
+        if last is None or last.header != header or last.is_full:
             last = _Pending(header, (), [], [])
             messages.append(last)
         assert last.items is not None
         last.items.append(item)
         if body is not None:
             last.bodies.append(body)
+            last.size += len(body)
 
     def defer(self, peer: bytes, header: Headers, item: Any) -> None:
         """Add one item without a body that is not urgent: it is sent with others, or after the next `release`."""
@@ -68,13 +70,19 @@ class Outbox:
 
 
 class _Pending:
-    __slots__ = ("args", "bodies", "header", "items")
+    __slots__ = ("args", "bodies", "header", "items", "size")
 
     def __init__(self, header: Headers, args: tuple[Any, ...], items: list[Any] | None, bodies: list[bytes]) -> None:
         self.header = header
         self.args = args
         self.items = items
         self.bodies = bodies
+        self.size = 0
+        """Bytes of the bodies."""
+
+    @property
+    def is_full(self) -> bool:
+        return self.items is None or len(self.items) >= MAX_BATCH or self.size >= BATCH_BYTES
 
     def frames(self) -> list[bytes]:
         args = self.args if self.items is None else (self.items,)

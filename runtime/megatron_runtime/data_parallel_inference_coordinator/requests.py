@@ -58,6 +58,11 @@ class RequestEntry:
             self.chunks = []
         return self.body
 
+    @property
+    def size(self) -> int:
+        """About the bytes of `current_body`."""
+        return len(self.body) + sum(map(len, self.chunks))
+
     def generated_since(self, start: int) -> TokenChunk:
         """The tokens from number ``start`` on, for a client that lost partial replies.
 

@@ -192,7 +192,8 @@ class InferenceClient(ControlCalls):
             sampling_params: Copied. A missing seed is chosen here, so that every engine continues alike.
             request_uuid: 16 bytes that identify the request; the coordinator does not serve a UUID twice.
             timeout: Seconds until it ends with a RequestTimeoutError; None: the default of the client.
-            on_update: Called with new tokens, the last ones included; None: the request does not stream.
+            on_update: Called with new tokens, the last ones included; None: the request does not stream. An error that
+                it raises aborts the request and is raised by the future.
 
         Returns:
             A future of the InferenceResult (a dict with ``deserialize=False``). A request that the engine refused or

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_runtime import tracing
@@ -23,11 +23,14 @@ from megatron_runtime.inference_client.outstanding import Outstanding, RequestFu
 from megatron_runtime.inference_client.result import InferenceResult, StreamUpdate
 from megatron_runtime.inference_request import DynamicInferenceRequest, compute_block_hashes
 from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.batches import in_batches
 from megatron_runtime.wire.bodies import Prompt, RequestBody, TokenChunk
-from megatron_runtime.wire.codec import MAX_BATCH, MalformedMessage, Message, is_list_of_integers, unpack_body
+from megatron_runtime.wire.codec import MalformedMessage, Message, is_list_of_integers, unpack_body
 from megatron_runtime.wire.dealer import Dealer
 from megatron_runtime.wire.items import Forwarded, RequestFailure, Submission, items, uuid_bytes
 
+MAX_HASHED_BLOCKS = 65_536
+"""Most blocks of a prompt that routing considers: their hashes fit into the header of a message."""
 _ABORTED_OFFLINE = "the request was aborted while there was no coordinator"
 
 
@@ -110,16 +113,22 @@ class ClientRequests:
         waiting, self._to_submit = self._to_submit, []
         if not self._is_connected():
             return
-        pending = [entry for entry in waiting if not entry.future.done()]
-        for start in range(0, len(pending), MAX_BATCH):
-            batch = pending[start : start + MAX_BATCH]
-            submissions = [
-                Submission(
-                    entry.future.request_uuid, entry.on_update is not None, len(entry.received.tokens), entry.hashes
-                )
-                for entry in batch
-            ]
-            self._dealer.send(Headers.SUBMIT_REQUEST, submissions, bodies=[entry.pack() for entry in batch])
+        for submissions, bodies in in_batches(self._submissions(waiting)):
+            self._dealer.send(Headers.SUBMIT_REQUEST, submissions, bodies=bodies)
+
+    @staticmethod
+    def _submissions(entries: list[Outstanding]) -> Iterator[tuple[Submission, bytes]]:
+        for entry in entries:
+            if entry.future.done():
+                continue
+            try:
+                body = entry.pack()
+            except ValueError as error:
+                # It has grown by the tokens that it received.
+                _end(entry, InvalidRequestError(f"the request can't be sent again: {error}", field="prompt"))
+                continue
+            streams, received = entry.on_update is not None, len(entry.received.tokens)
+            yield Submission(entry.future.request_uuid, streams, received, entry.hashes), body
 
     def resubmit(self) -> None:
         """Send all outstanding requests again, with the tokens received so far, to a coordinator that answers again."""
@@ -185,13 +194,19 @@ class ClientRequests:
                 request.generated_top_n_logprobs or [],
             )
             self._deliver(entry, whole.since(known), finished=request)
-        entry.future.set_result(InferenceResult([request], request.latency))
+        if not entry.future.done():
+            entry.future.set_result(InferenceResult([request], request.latency))
 
-    @staticmethod
-    def _deliver(entry: Outstanding, news: TokenChunk, *, finished: DynamicInferenceRequest | None) -> None:
+    def _deliver(self, entry: Outstanding, news: TokenChunk, *, finished: DynamicInferenceRequest | None) -> None:
         assert entry.on_update is not None
         entry.received.extend(news)
-        entry.on_update(StreamUpdate(news.tokens, news.log_probs, news.top_n_logprobs, finished))
+        try:
+            entry.on_update(StreamUpdate(news.tokens, news.log_probs, news.top_n_logprobs, finished))
+        except Exception as error:
+            # The same message has tokens of other requests.
+            if finished is None:
+                self._dealer.send(Headers.ABORT_REQUEST, [entry.future.request_uuid])
+            _end(entry, error)
 
     def _time_out(self, entry: Outstanding, limit: float) -> None:
         self._dealer.send(Headers.ABORT_REQUEST, [entry.future.request_uuid])
@@ -209,7 +224,7 @@ class ClientRequests:
     def _hashes(self, prompt: Prompt, salt: str | None) -> list[int]:
         if not self.hash_block_size or isinstance(prompt, str):
             return []
-        return compute_block_hashes(prompt, self.hash_block_size, salt)
+        return compute_block_hashes(prompt[: self.hash_block_size * MAX_HASHED_BLOCKS], self.hash_block_size, salt)
 
 
 def _end(entry: Outstanding, error: Exception) -> None:

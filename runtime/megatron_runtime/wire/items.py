@@ -102,11 +102,21 @@ class Assignment(NamedTuple):
     dispatch: int
     """Counts the assignments of this request; replies to an earlier assignment are stale."""
     streaming: bool
+    received: int
+    """Number of generated tokens that the coordinator has; the body has them too."""
+    withheld: int = 0
+    """Size of the body if it is withheld until BODIES_NEEDED; the body frame is empty then."""
 
     @classmethod
     def parse(cls, raw: Any) -> Assignment:
-        uuid, dispatch, streaming = fields(raw, 3, "assignment")
-        return cls(uuid_bytes(uuid), natural(dispatch, "dispatch"), flag(streaming, "streaming"))
+        uuid, dispatch, streaming, received, withheld = fields(raw, 5, "assignment")
+        return cls(
+            uuid_bytes(uuid),
+            natural(dispatch, "dispatch"),
+            flag(streaming, "streaming"),
+            natural(received, "received"),
+            natural(withheld, "withheld"),
+        )
 
 
 class Finished(NamedTuple):

@@ -7,6 +7,8 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 
+from megatron_runtime.wire.codec import MalformedMessage
+
 logger = logging.getLogger(__name__)
 
 QUIET_SECONDS = 10.0
@@ -34,6 +36,13 @@ class ProtocolErrors:
             self._silent_until[kind] = now + QUIET_SECONDS
             where = "" if failure is None else f": {type(failure).__name__}\n{_frames(failure)}"
             logger.warning("dropped a message: %s (%d so far)%s", kind, self.counts[kind], where)
+
+    def add_stored(self, what: str, defect: Exception) -> None:
+        """Count content that was kept and can't be used: by its defect, or with the failure that it caused."""
+        if isinstance(defect, MalformedMessage):
+            self.add(f"{what}: {defect}")
+        else:
+            self.add(what, defect)
 
     def total(self) -> int:
         """Number of dropped messages."""

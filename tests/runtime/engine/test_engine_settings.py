@@ -83,7 +83,7 @@ def test_a_reply_has_the_prompt_tokens_if_requested(make_engine: MakeEngine, wan
     engine = make_engine()
     requests = LoopRequests(engine)
     params = greedy(return_prompt_tokens=wanted)
-    requests.add(Assignment(b"u" * 16, 0, False), RequestBody("Hello", params.serialize()))
+    requests.add(Assignment(b"u" * 16, 0, False, 0), RequestBody("Hello", params.serialize()))
     while engine.has_unfinished_requests():
         for record in engine.step_modern()["finished_request_records"]:
             served = requests.finish(record)

@@ -37,13 +37,13 @@ async def test_an_empty_frame_does_not_register_an_engine(fleet: Fleet) -> None:
 
 async def test_messages_of_an_unknown_peer_have_no_effect_and_it_is_asked_to_register(fleet: Fleet) -> None:
     client = await fleet.connect()
-    with unknown_peer(fleet.address) as unknown:
-        for message in (
-            codec.encode(Headers.PAUSE, 1, 5.0, True),
-            codec.encode(Headers.SHUTDOWN),
-            codec.encode(Headers.HEARTBEAT, "RUNNING", EngineLoad()),
-            codec.encode(Headers.ENGINE_REPLY, [Finished(bytes(16), 1)], bodies=[b"x"]),
-        ):
+    for message in (
+        codec.encode(Headers.PAUSE, 1, 5.0, True),
+        codec.encode(Headers.SHUTDOWN),
+        codec.encode(Headers.HEARTBEAT, "RUNNING", EngineLoad()),
+        codec.encode(Headers.ENGINE_REPLY, [Finished(bytes(16), 1)], bodies=[b"x"]),
+    ):
+        with unknown_peer(fleet.address) as unknown:
             unknown.send_multipart(message)
             assert unknown.poll(5000)
             assert codec.decode(unknown.recv_multipart()).header is Headers.UNKNOWN_PEER

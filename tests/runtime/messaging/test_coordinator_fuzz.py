@@ -165,7 +165,7 @@ def pass_on(false: FalseCoordinator, client: bytes, engine: bytes) -> None:
     """Assign one request and acknowledge its answer, as a real coordinator does."""
     _, message = false.receive(Headers.SUBMIT_REQUEST)
     (submission,) = items(message, Submission.parse)
-    assignment = Assignment(submission.uuid, 1, False)
+    assignment = Assignment(submission.uuid, 1, False, 0)
     false.send_message(engine, Headers.SUBMIT_REQUEST, [assignment], bodies=message.bodies)
     _, reply = false.receive(Headers.ENGINE_REPLY)
     (finished,) = items(reply, Finished.parse)

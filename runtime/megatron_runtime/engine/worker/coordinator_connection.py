@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from megatron_runtime.engine.worker.loop_requests import LoopRequest
 from megatron_runtime.headers import EngineState, Headers
+from megatron_runtime.wire.batches import in_batches
 from megatron_runtime.wire.bodies import TokenChunk
 from megatron_runtime.wire.codec import Message
 from megatron_runtime.wire.dealer import Dealer
@@ -30,6 +31,7 @@ class CoordinatorConnection:
         describe: Returns the engine's state, whether it drains, the UUIDs of its requests, its load, and the path of
             the last weights that it got from a coordinator.
         on_message: Called with every message except those of the registration.
+        on_registering: Called before each registration, after which the coordinator assigns all requests again.
         on_refused: Called with the reason when the coordinator refuses the engine.
     """
 
@@ -42,6 +44,7 @@ class CoordinatorConnection:
         key: str | None,
         describe: Callable[[], tuple[EngineState, bool, list[bytes], EngineLoad, str]],
         on_message: Callable[[Message], None],
+        on_registering: Callable[[], None],
         on_refused: Callable[[str], None],
     ) -> None:
         self._replica_group = replica_group
@@ -49,6 +52,7 @@ class CoordinatorConnection:
         self._incarnation = secrets.token_hex(8)
         self._describe = describe
         self._on_message = on_message
+        self._on_registering = on_registering
         self._on_refused = on_refused
         self._dealer = Dealer(
             address,
@@ -105,18 +109,28 @@ class CoordinatorConnection:
     def send_progress(self, chunks: list[tuple[LoopRequest, int, TokenChunk]]) -> None:
         """Report new tokens: (request, number of the first token, tokens)."""
         if chunks and self.registered.is_set():
-            progress = [
-                Progress(request.uuid, request.dispatch, start, len(chunk.tokens)) for request, start, chunk in chunks
-            ]
-            bodies = [chunk.pack() for _, _, chunk in chunks]
-            self._dealer.send(Headers.ENGINE_REPLY_PARTIAL, progress, bodies=bodies)
+            pairs = (
+                (Progress(request.uuid, request.dispatch, start, len(chunk.tokens)), chunk.pack())
+                for request, start, chunk in chunks
+            )
+            for progress, bodies in in_batches(pairs):
+                self._dealer.send(Headers.ENGINE_REPLY_PARTIAL, progress, bodies=bodies)
 
     def send_replies(self, requests: list[LoopRequest]) -> None:
         """Report results."""
         if requests and self.registered.is_set():
-            replies = [Finished(request.uuid, request.dispatch) for request in requests]
-            bodies = [request.reply for request in requests if request.reply is not None]
-            self._dealer.send(Headers.ENGINE_REPLY, replies, bodies=bodies)
+            pairs = (
+                (Finished(request.uuid, request.dispatch), request.reply)
+                for request in requests
+                if request.reply is not None
+            )
+            for replies, bodies in in_batches(pairs):
+                self._dealer.send(Headers.ENGINE_REPLY, replies, bodies=bodies)
+
+    def ask_for_bodies(self, uuids: list[bytes]) -> None:
+        """Ask for the bodies of requests that were assigned without them."""
+        if self.registered.is_set():
+            self._dealer.send(Headers.BODIES_NEEDED, uuids)
 
     def send_disconnect(self, reason: str, *, failed: bool) -> None:
         """Deregister the engine; the coordinator assigns its requests to others."""
@@ -141,6 +155,7 @@ class CoordinatorConnection:
     def _register(self) -> None:
         """Register the engine with its requests, after each (re-)connection and when the coordinator requests it."""
         self.registered.clear()
+        self._on_registering()
         registration = Registration(self._replica_group, self._attempt, self._incarnation, *self._describe())
         self._registering_since = time.monotonic()
         self._dealer.send(Headers.REGISTER, *registration.wire())

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_runtime.engine.worker.coordinator_connection import CoordinatorConnection
+from megatron_runtime.engine.worker.inbox import Inbox
 from megatron_runtime.engine.worker.loop_requests import LoopRequests
 from megatron_runtime.engine.worker.protocol import Engine
 from megatron_runtime.engine.worker.weight_updates import WeightUpdateQueue
@@ -20,9 +21,8 @@ from megatron_runtime.errors import EngineError
 from megatron_runtime.headers import REQUEST_MESSAGES, EngineState, Headers
 from megatron_runtime.lifecycle import BROADCASTS, SOURCE_STATES, TRANSITIONAL_STATE, ReachedStates, reached_states
 from megatron_runtime.notifier import Notifier
-from megatron_runtime.wire.bodies import RequestBody
 from megatron_runtime.wire.codec import MalformedMessage, Message
-from megatron_runtime.wire.items import Assignment, EngineLoad, arguments, items, natural, text, uuid_bytes
+from megatron_runtime.wire.items import EngineLoad, arguments, natural, text
 
 if TYPE_CHECKING:
     from megatron_runtime.model.refit import Weights
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 class EngineLoop:
     """Runs one engine for a coordinator, from registration to the end.
 
-    Each iteration handles all received messages, then at most one control signal, then one step of the engine. The step
+    Each iteration handles received messages, then at most one control signal, then one step of the engine. The step
     runs in a separate thread, so that a long step delays neither heartbeats nor the inbox. Without work the loop waits
     for a message. The engine keeps results until the coordinator acknowledges them: when the connection is lost or the
     coordinator restarts, no result is lost and the engine goes on.
@@ -71,12 +71,19 @@ class EngineLoop:
             key=key,
             describe=self._describe,
             on_message=self._receive,
+            on_registering=lambda: self._inbox.forget_withheld(),
             on_refused=self._refused,
         )
         self._thread = ThreadPoolExecutor(1, "engine-step", initializer=prepare_thread)
         self._on_state = on_state
         self._requests = LoopRequests(engine)
-        self._inbox: deque[Message] = deque()
+        self._inbox = Inbox(
+            engine,
+            self._requests,
+            self._connection,
+            in_thread=self._in_thread,
+            on_change=lambda: self._changed.notify(),
+        )
         self._signals: deque[Headers] = deque()
         self._weights = WeightUpdateQueue(engine, lambda: self.state)
         self._wake = asyncio.Event()
@@ -181,7 +188,7 @@ class EngineLoop:
     async def _iterate(self) -> None:
         while self._leave_reason is None:
             self._wake.clear()
-            self._handle_inbox()
+            await self._inbox.take_turn()
             await self._weights.apply_all(self._in_thread)
             if self._signals and await self._apply(self._signals.popleft()):
                 return
@@ -207,7 +214,7 @@ class EngineLoop:
         """Queue a message. This must not use the engine, which may be in a step."""
         match message.header:
             case header if header in REQUEST_MESSAGES:
-                self._inbox.append(message)
+                self._inbox.put(message)
             case header if header in SOURCE_STATES or header in BROADCASTS:
                 self._signals.append(message.header)
             case Headers.UPDATE_WEIGHTS:
@@ -222,39 +229,6 @@ class EngineLoop:
     def _refused(self, reason: str) -> None:
         self.failure = EngineError(f"the coordinator refused this engine: {reason}")
         self._leave(reason)
-
-    def _handle_inbox(self) -> None:
-        while self._inbox:
-            message = self._inbox.popleft()
-            try:
-                if message.header is Headers.SET_GENERATION_EPOCH:
-                    self._engine.set_generation_epoch(natural(arguments(message, 1)[0], "epoch"))
-                elif message.header is Headers.INCREMENT_STALENESS:
-                    self._engine.increment_staleness()
-                elif message.header is Headers.SUBMIT_REQUEST:
-                    for assignment, body in zip(items(message, Assignment.parse), message.bodies, strict=True):
-                        self._add_request(assignment, body)
-                else:
-                    act = self._requests.abort if message.header is Headers.ABORT_REQUEST else self._requests.release
-                    for request_uuid in items(message, uuid_bytes, with_bodies=False):
-                        act(request_uuid)
-                    self._changed.notify()
-            except MalformedMessage as defect:
-                self._connection.protocol_errors.add(f"from the coordinator: {defect}")
-
-    def _add_request(self, assignment: Assignment, packed: bytes) -> None:
-        try:
-            request, known = self._requests.add(assignment, RequestBody.unpack(packed))
-        except Exception as error:
-            # An invalid request must not affect others. The text of the error may quote the request and is for its
-            # client only.
-            logger.info("refused a request: %s", type(error).__name__)
-            self._connection.send_replies([self._requests.refuse(assignment, error)])
-            return
-        if request.reply is not None:
-            self._connection.send_replies([request])
-        elif known < len(request.made.tokens):
-            self._connection.send_progress([(request, known, request.made.since(known))])
 
     # Signals
 

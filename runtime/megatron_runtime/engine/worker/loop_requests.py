@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from megatron_runtime import tracing
 from megatron_runtime.engine.worker.protocol import RequestEngine
+from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord, Status
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.bodies import RequestBody, TokenChunk
@@ -78,14 +79,10 @@ class LoopRequests:
         Returns:
             The request, and the number of its tokens that the coordinator has.
         """
-        known = self._by_uuid.get(assignment.uuid)
         num_reported = len(body.generated.tokens)
-        if known is not None and known.reply is None and num_reported > len(known.made.tokens):
-            self.release(assignment.uuid)  # another engine has generated more tokens of it
-            known = None
-        if known is not None:
-            known.dispatch = assignment.dispatch
+        if (known := self.resume(assignment._replace(received=num_reported))) is not None:
             return known, num_reported
+        self.release(assignment.uuid)  # another engine has generated more tokens of it
         params = SamplingParams.deserialize(body.sampling_params)
         request = self._keep(assignment, params, body.generated)
         request.trace = body.trace
@@ -95,6 +92,14 @@ class LoopRequests:
         reported.streaming = True
         self._engine.add_request(request.local_id, body.prompt, reported, generated=list(body.generated.tokens))
         return request, num_reported
+
+    def resume(self, assignment: Assignment) -> LoopRequest | None:
+        """Continue a known request that is assigned again, or None if its body is needed for that."""
+        known = self._by_uuid.get(assignment.uuid)
+        if known is None or (known.reply is None and assignment.received > len(known.made.tokens)):
+            return None
+        known.dispatch = assignment.dispatch
+        return known
 
     def abort(self, uuid: bytes) -> None:
         """End a request; its result has finish_reason "abort"."""
@@ -132,25 +137,34 @@ class LoopRequests:
             merged.sampling_params.streaming = request.params.streaming
             merged.sampling_params.streaming_interval = request.params.streaming_interval
         tracing.note_served(request.trace, merged)
-        request.reply = pack_body(_for_the_wire(merged.serialize(), request.params))
+        try:
+            request.reply = pack_body(_for_the_wire(merged.serialize(), request.params))
+        except ValueError as error:
+            reason = f"the result can't be sent: {error}; ask for fewer tokens or log probabilities"
+            request.reply = _failure(request, InvalidRequestError(reason))
         return request
 
     def refuse(self, assignment: Assignment, error: Exception) -> LoopRequest:
         """Keep an error as the result of a request that can't be served."""
         self.release(assignment.uuid)
         request = self._keep(assignment, SamplingParams(), TokenChunk())
-        failed = DynamicInferenceRequest(
-            request_id=request.local_id, status=Status.FAILED, finish_reason="error", generated_text=""
-        )
-        failed.add_event_error_nontransient(error)
-        failed.add_event_fail()
-        request.reply = pack_body(failed.serialize())
+        request.reply = _failure(request, error)
         return request
 
     def _keep(self, assignment: Assignment, params: SamplingParams, made: TokenChunk) -> LoopRequest:
         request = LoopRequest(assignment.uuid, next(self._ids), assignment.dispatch, params, made)
         self._by_uuid[request.uuid] = self._by_id[request.local_id] = request
         return request
+
+
+def _failure(request: LoopRequest, error: Exception) -> bytes:
+    """The packed result of a request that has none."""
+    failed = DynamicInferenceRequest(
+        request_id=request.local_id, status=Status.FAILED, finish_reason="error", generated_text=""
+    )
+    failed.add_event_error_nontransient(error)
+    failed.add_event_fail()
+    return pack_body(failed.serialize())
 
 
 def _for_the_wire(content: dict[str, Any], params: SamplingParams) -> dict[str, Any]:

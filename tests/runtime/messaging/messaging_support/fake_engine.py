@@ -21,7 +21,8 @@ def expected_tokens(prompt: str | list[int], params: SamplingParams) -> list[int
 
 @dataclass
 class _Running:
-    prompt: str | list[int]
+    wanted: list[int]
+    """The whole answer."""
     params: SamplingParams
     made: list[int]
     emitted: int
@@ -70,7 +71,8 @@ class FakeEngine:
         record = DynamicInferenceRequestRecord.from_request(
             DynamicInferenceRequest(request_id=request_id, sampling_params=params)
         )
-        self._running[request_id] = _Running(prompt, params, list(generated), len(generated), record)
+        wanted = expected_tokens(prompt, params)
+        self._running[request_id] = _Running(wanted, params, list(generated), len(generated), record)
         if params.num_tokens_to_generate is None:
             self._end(request_id, "error")
 
@@ -96,10 +98,9 @@ class FakeEngine:
         if self.steps == self.fail_at_step:
             raise ArithmeticError("the fake engine broke")
         for request_id, running in list(self._running.items()):
-            wanted = expected_tokens(running.prompt, running.params)
-            if len(running.made) < len(wanted):
-                running.made.append(wanted[len(running.made)])
-            done = len(running.made) >= len(wanted)
+            if len(running.made) < len(running.wanted):
+                running.made.append(running.wanted[len(running.made)])
+            done = len(running.made) >= len(running.wanted)
             if done or len(running.made) - running.emitted >= running.params.streaming_interval:
                 self._partials[request_id] = PartialOutput(request_id, running.made[running.emitted :], None, None)
                 running.emitted = len(running.made)
