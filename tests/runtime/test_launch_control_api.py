@@ -62,7 +62,8 @@ def engines() -> Engines:
 @pytest.fixture
 async def client(state: PodState, engines: Engines) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the API, with the right token."""
-    api = create_control_api(state, lambda: engines, token="t", metrics=create_exposition(lambda: state.facts, None))
+    metrics = create_exposition(lambda: state.facts, None)
+    api = create_control_api(state, lambda: engines, token="t", is_local=True, metrics=metrics)
     transport = httpx.ASGITransport(app=api)
     headers = {"Authorization": "Bearer t"}
     async with httpx.AsyncClient(transport=transport, base_url="http://10.0.0.7:9000", headers=headers) as found:
@@ -319,3 +320,13 @@ async def test_addresses_and_localhost_are_names_of_every_pod(
     headers = {"Host": host, "Origin": f"http://{host}", "Content-Type": "application/json; charset=utf-8"}
     assert (await client.post("/v1/pause", headers=headers)).status_code == 202
     assert engines.taken == [("pause", False)]
+
+
+async def test_a_pod_has_names_that_it_does_not_know(state: PodState, engines: Engines) -> None:
+    metrics = create_exposition(lambda: state.facts, None)
+    api = create_control_api(state, lambda: engines, token="t", metrics=metrics)
+    transport = httpx.ASGITransport(app=api)
+    headers = {"Authorization": "Bearer t"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://chat.ns.svc:9000", headers=headers) as client:
+        assert (await client.post("/v1/pause")).status_code == 202
+        assert (await client.post("/v1/pause", headers={"Origin": "http://shop.example"})).status_code == 403

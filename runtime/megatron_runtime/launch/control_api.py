@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, FastAPI, Query, Request
@@ -106,7 +106,7 @@ def create_control_api(
     *,
     roles: LeaderRole | None = None,
     token: str | None,
-    hosts: Sequence[str] = (),
+    is_local: bool = False,
     metrics: Callable[[], bytes],
 ) -> FastAPI:
     """The application of the control API.
@@ -115,12 +115,12 @@ def create_control_api(
         sender: Returns the sender of this pod's signals while this pod leads, else None.
         roles: None where the pod can neither get nor lose the role of the leader.
         token: The bearer token that clients have to send; None trusts every client.
-        hosts: Names of this server in URLs, beside its IP addresses and localhost.
+        is_local: Whether it listens on a loopback address, where requests by other names come from web pages.
         metrics: Returns the text of ``GET /metrics``.
     """
     app = FastAPI(title="Megatron control API", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(BodyLimit, options=HttpOptions(max_body_bytes=MAX_BODY_BYTES, body_timeout=BODY_SECONDS))
-    app.add_middleware(SameOriginOnly, hosts=hosts, refuse=_refusal)
+    app.add_middleware(SameOriginOnly, is_local=is_local, refuse=_refusal)
     _install_handlers(app)
     guarded = [Depends(_bearer(token))]
     _install_probes(app, state)

@@ -27,6 +27,7 @@ from megatron_runtime.launch.tasks import PendingPlan, rank_plan
 from megatron_runtime.launch.termination import Outcome
 from megatron_runtime.processes.parent_link import EXIT_DRAINED, EXIT_FAILURE
 from megatron_runtime.processes.supervisor import ChildEnd
+from megatron_runtime.wire.security import is_loopback
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -253,7 +254,7 @@ class Launcher:
             self._signal_sender,
             roles=None if identity.is_standalone else self._leadership,
             token=identity.control_token,
-            hosts=(self._options.private_host,),
+            is_local=is_loopback(self._options.private_host),
             metrics=metrics,
         )
         sockets = bind_control(self._options), bind_metrics(self._options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http
 import ipaddress
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -18,17 +18,18 @@ _CHANGING = ("POST", "PUT", "PATCH", "DELETE")
 class SameOriginOnly:
     """ASGI middleware: refuses requests of pages from elsewhere, and to names that are not this server's.
 
-    ``Host`` has to be an IP address, ``localhost`` or one of ``hosts``: a page can give its own domain name this
-    server's address (DNS rebinding), but has no other name for it. ``Origin``, which browsers add, has to be this
-    server. A request that changes something needs a JSON body or none: browsers send other types without asking first.
+    ``Origin``, which browsers add, has to be this server. A request that changes something needs a JSON body or none:
+    browsers send other types without asking first.
 
     Args:
+        is_local: Whether the server listens on a loopback address. ``Host`` then has to be an IP address or
+            ``localhost``: a page can give its own domain name this address (DNS rebinding), and has no other for it.
         refuse: The response for a status, a code and a message.
     """
 
-    def __init__(self, app: ASGIApp, *, hosts: Sequence[str], refuse: Refuse) -> None:
+    def __init__(self, app: ASGIApp, *, is_local: bool, refuse: Refuse) -> None:
         self._app = app
-        self._hosts = frozenset((*hosts, "localhost"))
+        self._is_local = is_local
         self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -40,7 +41,7 @@ class SameOriginOnly:
 
     def _defect(self, method: str, headers: Headers) -> tuple[int, str, str] | None:
         host = headers.get("host", "")
-        if not self._is_known(host):
+        if self._is_local and not _is_local_name(host):
             message = f"Host: {host} is not a name of this server; use its IP address or localhost"
             return http.HTTPStatus.MISDIRECTED_REQUEST, "UnknownHost", message
         if is_cross_origin(headers):
@@ -52,15 +53,16 @@ class SameOriginOnly:
             return http.HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "UnsupportedMediaType", message
         return None
 
-    def _is_known(self, host: str) -> bool:
-        name = urlsplit(f"//{host}").hostname if host else ""
-        if not name or name in self._hosts:
-            return True  # HTTP/1.0 has no Host, and no browser sends it
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
+
+def _is_local_name(host: str) -> bool:
+    name = urlsplit(f"//{host}").hostname if host else ""
+    if not name or name == "localhost":
+        return True  # HTTP/1.0 has no Host, and no browser sends it
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def is_cross_origin(headers: Headers) -> bool:
