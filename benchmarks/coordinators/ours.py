@@ -40,6 +40,7 @@ class SimulatedEngine:
             key=None,
             describe=lambda: (EngineState.RUNNING, False, [], EngineLoad(), ""),
             on_message=self._receive,
+            on_registering=lambda: None,
             on_refused=print,
         )
 
@@ -52,8 +53,11 @@ class SimulatedEngine:
     def _receive(self, message: Message) -> None:
         if message.header is not Headers.SUBMIT_REQUEST:
             return
-        finished = []
+        finished, missing = [], []
         for assignment, body in zip(items(message, Assignment.parse), message.bodies, strict=True):
+            if assignment.withheld:
+                missing.append(assignment.uuid)
+                continue
             wanted = unpack_body(body)[1]["num_tokens_to_generate"]
             request = LoopRequest(assignment.uuid, 0, assignment.dispatch, SamplingParams(), TokenChunk())
             if assignment.streaming:
@@ -61,6 +65,8 @@ class SimulatedEngine:
             else:
                 finished.append(self._finish(request, list(range(wanted))))
         self._link.send_replies(finished)
+        if missing:
+            self._link.ask_for_bodies(missing)
 
     def _step(self) -> None:
         for request, _ in self._streams:

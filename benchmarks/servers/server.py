@@ -16,6 +16,7 @@ from pathlib import Path
 
 from peers.process import LAST_LINES, ContenderError
 
+CONTROL_TOKEN = "of-the-benchmark"
 HOST = "127.0.0.1"
 MODEL = "model"
 PROMPT = "The capital of France is"
@@ -126,7 +127,7 @@ def free_port() -> int:
 def ours(python: str, checkpoint: Path, port: int, threads: int) -> list[str]:
     """``megatron-serve``."""
     options = {"model": checkpoint, "served-name": MODEL, "device": "cpu", "host": HOST, "port": port}
-    options |= {"threads-per-rank": threads, "control-port": 0, "coordinator-port": 0}
+    options |= {"threads-per-rank": threads, "control-port": 0, "metrics-port": 0, "coordinator-port": 0}
     return [python, "-m", "megatron_runtime.cli", *_flags(options)]
 
 
@@ -144,6 +145,7 @@ def vllm(python: str, checkpoint: Path, port: int, _: int) -> list[str]:
 
 def our_server(checkpoint: Path, environment: dict[str, str]) -> Server:
     """Ours."""
+    environment = {"MEGATRON_CONTROL_TOKEN": CONTROL_TOKEN, **environment}
     return Server("ours", sys.executable, ours, checkpoint, ("torch", "numba"), environment)
 
 

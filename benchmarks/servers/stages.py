@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from servers.server import HOST, Start
+from servers.server import CONTROL_TOKEN, HOST, Start
 
 _CONTROL = re.compile(r"control API on http://[^:]+:(\d+)")
 _INSPECTED = re.compile(r"weights .*, up to \d+ tokens")
@@ -83,7 +83,9 @@ def _follow_rank(start: Start, found: dict[str, float]) -> None:
 def _state(port: int, after: int) -> Any:
     connection = http.client.HTTPConnection(HOST, port, timeout=60)
     try:
-        connection.request("GET", f"/v1/state?after={after}&timeout=5")
+        connection.request(
+            "GET", f"/v1/state?after={after}&timeout=5", headers={"Authorization": f"Bearer {CONTROL_TOKEN}"}
+        )
         return json.loads(connection.getresponse().read())
     finally:
         connection.close()

@@ -22,7 +22,7 @@ LINGER_SECONDS = 30.0
 submit it again."""
 MAX_LOSSES = 10
 """A request fails after this number of its engines were lost, because it is then the likely cause of the losses."""
-PUSH_BYTES = 2**20
+PUSH_BYTES = 8 * 2**20
 """Bodies of new assignments that an engine gets between two ticks without asking for them. It asks for the others as it
 can admit them, so that they delay neither other messages nor its heartbeats."""
 FAILURE_WEIGHT = 4

@@ -102,8 +102,7 @@ async def test_large_requests_of_a_lost_engine_reach_another_one_as_it_asks_for_
     doomed = fleet.spawn_engine(group=0, step_seconds=0.02)
     client = await fleet.connect()
     await fleet.ready(client, 1)
-    wanted = prompts(40, 100_000)
-    assert sum(map(len, wanted)) > 3 * PUSH_BYTES
+    wanted = prompts(40, PUSH_BYTES // 10)
     results = asyncio.create_task(answers(client, wanted, LONG))
     coordinator = fleet.coordinator
     assert coordinator is not None
