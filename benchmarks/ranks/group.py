@@ -108,7 +108,8 @@ def _run_follower(setup: RankSetup, rank: int, clock: Connection) -> None:
 def _join(setup: RankSetup, rank: int, on_end: Any) -> tuple[DynamicInferenceEngine, Any]:
     torch.set_num_threads(setup.threads)
     position = setup.sizes.position_in_replica_group(rank)
-    ranks = TimedRanks(join_replica_group(position, host="127.0.0.1", port=setup.port, timeout=PATIENCE), on_end)
+    joined = join_replica_group(position, host="127.0.0.1", port=setup.port, key="", timeout=PATIENCE)
+    ranks = TimedRanks(joined, on_end)
     config = InferenceConfig(
         kv_cache_memory_bytes=1 << 29, max_requests=setup.requests, max_sequence_length=setup.longest
     )

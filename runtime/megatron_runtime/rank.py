@@ -166,6 +166,8 @@ def _join_replica_group(link: ParentLink, options: RankOptions) -> Ranks:
             sizes.position_in_replica_group(options.rank % sizes.ranks_per_replica_group, options.replica_group),
             host=host,
             port=port,
+            # Without a key, the launcher uses loopback addresses only.
+            key=os.environ.get(KEY_VARIABLE, ""),
             attempt=options.attempt,
             device_type=options.engine.device,
             rendezvous_timeout=options.rendezvous_timeout,

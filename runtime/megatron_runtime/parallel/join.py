@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -20,7 +21,7 @@ from megatron_runtime.parallel.rendezvous import Rendezvous
 from megatron_runtime.parallel.single_rank import SingleRank
 from megatron_runtime.parallel.timeouts import COLLECTIVE_TIMEOUT, RENDEZVOUS_TIMEOUT
 
-_ADDRESS_BYTES = 128
+_MESSAGE_BYTES = 256
 
 
 def join_replica_group(
@@ -28,6 +29,7 @@ def join_replica_group(
     *,
     host: str,
     port: int,
+    key: str,
     attempt: int = 0,
     device_type: str = "cpu",
     timeout: float = COLLECTIVE_TIMEOUT,
@@ -39,6 +41,7 @@ def join_replica_group(
         position: The place of this rank.
         host: Address of the group's first rank; on the first rank itself the address to listen on.
         port: Port of the first rank.
+        key: Secret of the group; a rank with another one is not admitted.
         attempt: Number of this start of the group; ranks of another attempt are not joined.
         device_type: ``cpu``, or ``cuda`` with the current device of this rank.
         timeout: Seconds that another rank may be late in later operations.
@@ -50,7 +53,7 @@ def join_replica_group(
     """
     if position.sizes.ranks_per_replica_group == 1:
         return SingleRank(position.replica_group)
-    rendezvous = Rendezvous(position, host, port, attempt=attempt)
+    rendezvous = Rendezvous(position, host, port, key=key, attempt=attempt)
     store, limit = rendezvous.await_all(rendezvous_timeout), timedelta(seconds=timeout)
     store.set_timeout(limit)  # The longer time-out is only for ranks that may still have to be started.
     use_interface_towards(host)  # The name may have been unknown before.
@@ -118,15 +121,17 @@ def _make_groups(
 
 
 def _open_rendezvous(position: RankPosition, address: str, groups: ProcessGroups) -> Rendezvous:
-    """A rendezvous for one replica group of several. Its address is broadcast through the existing process group."""
-    message = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
+    """A rendezvous for one replica group of several, whose address and key are broadcast in its process group."""
+    message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
     opened = None
     if position.is_first:
-        opened = Rendezvous(position, address, 0)
-        text = opened.address.encode()
+        key = secrets.token_hex()
+        opened = Rendezvous(position, address, 0, key=key)
+        text = f"{key} {opened.address}".encode()
         message.numpy()[: len(text)] = bytearray(text)
     dist.broadcast(message, groups.first, groups.control)
     if opened is not None:
         return opened
-    host, _, port = message.numpy().tobytes().rstrip(b"\0").decode().rpartition(":")
-    return Rendezvous(position, host, int(port))
+    key, _, address = message.numpy().tobytes().rstrip(b"\0").decode().partition(" ")
+    host, _, port = address.rpartition(":")
+    return Rendezvous(position, host, int(port), key=key)

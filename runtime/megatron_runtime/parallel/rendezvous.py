@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from megatron_runtime.errors import ConfigurationError, LostRankError
 from megatron_runtime.parallel.layout import RankPosition
+from megatron_runtime.parallel.store_proxy import LOOPBACK, StoreProxy, authenticated_port
 
 _PAUSE = 0.2
 _GRACE = 5.0
@@ -30,23 +31,27 @@ class Rendezvous:
         position: The place of this rank.
         host: Address of the first rank, as all ranks reach it.
         port: Port of the store; on the first rank, 0 chooses one.
+        key: Secret of the replica group; a rank with another one is not admitted.
         attempt: Number of this start of the replica group; ranks of another attempt are not joined.
 
     Raises:
         ConfigurationError: The port can't be listened on.
     """
 
-    def __init__(self, position: RankPosition, host: str, port: int, *, attempt: int = 0) -> None:
+    def __init__(self, position: RankPosition, host: str, port: int, *, key: str, attempt: int = 0) -> None:
         self._position = position
         self._host = host
+        self._key = key
         self._prefix = f"attempt/{attempt}"
-        self._server: TCPStore | None = None
+        self.port = port
         if position.is_first:
             try:
-                self._server = _serve(host, port)
-            except (RuntimeError, OSError) as error:
+                listener = _listen(host, port)
+            except OSError as error:
                 raise _no_port(host, port, error) from None
-        self.port = port if self._server is None else self._server.port
+            self.port = listener.getsockname()[1]
+            self._store = _serve_on_loopback()
+            self._proxy = StoreProxy(listener, self._store.port, key)
 
     @property
     def address(self) -> str:
@@ -67,7 +72,11 @@ class Rendezvous:
         return store
 
     def _connect(self, patience: float, timeout: float) -> Store:
-        client = _client(self._host, self.port, patience)
+        try:
+            port = authenticated_port(self._host, self.port, self._key, patience)
+        except OSError as error:
+            raise DistNetworkError(str(error) or "no answer") from None
+        client = _client(LOOPBACK, port, patience)
         client.set_timeout(timedelta(seconds=timeout))
         return PrefixStore(self._prefix, client)
 
@@ -161,13 +170,22 @@ class StoreBarrier:
         return [] if found == _NONE else [int(rank) for rank in found.split(",")]
 
 
-def _serve(host: str, port: int) -> TCPStore:
+def _listen(host: str, port: int) -> socket.socket:
     """Listens only on the host's address, because another replica group may use the same port at another address."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN)
-    port = listener.getsockname()[1]
+    return socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN)
+
+
+def _serve_on_loopback() -> TCPStore:
+    listener = _listen(LOOPBACK, 0)
     # The store closes the descriptor when it ends.
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(
+        LOOPBACK,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _client(host: str, port: int, patience: float) -> TCPStore:

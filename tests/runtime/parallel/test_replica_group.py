@@ -117,7 +117,7 @@ def test_waiting_ranks_use_no_processor() -> None:
 
 
 def test_a_single_rank_starts_no_processes_or_sockets() -> None:
-    ranks = join_replica_group(ParallelSizes().position_in_replica_group(0, 5), host="nowhere.invalid", port=1)
+    ranks = join_replica_group(ParallelSizes().position_in_replica_group(0, 5), host="nowhere.invalid", port=1, key="")
     assert isinstance(ranks, SingleRank)
     assert ranks.position.replica_group == 5
     assert isinstance(replica_group_of_world(ParallelSizes()), SingleRank)
@@ -144,4 +144,4 @@ def test_a_port_in_use_is_refused() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=f"rendezvous at 127.0.0.1:{port}: can't listen there"):
-            join_replica_group(ParallelSizes(tensor=2).position(0), host="127.0.0.1", port=port)
+            join_replica_group(ParallelSizes(tensor=2).position(0), host="127.0.0.1", port=port, key="")

@@ -19,7 +19,9 @@ from megatron_runtime.parallel.ranks import Ranks
 
 def join(sizes: ParallelSizes, rank: int, port: int, **settings: Any) -> Ranks:
     """A replica group on this machine."""
-    return join_replica_group(sizes.position_in_replica_group(rank), host="127.0.0.1", port=port, **settings)
+    return join_replica_group(
+        sizes.position_in_replica_group(rank), host="127.0.0.1", port=port, key="secret", **settings
+    )
 
 
 def speak(rank: int, sizes: ParallelSizes, port: int) -> dict[str, Any]:
