@@ -11,10 +11,17 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 
 from megatron_runtime.call_format import CallFormat
 from megatron_runtime.errors import InvalidRequestError
+
+LIMITS = LLParserLimits(max_items_in_row=10_000, max_grammar_size=20_000)
+"""Of a grammar, for its check and for the engine. A row has an item per choice that is still possible, and the time to
+prepare a grammar grows with its size: at this limit it is about 100 ms.
+"""
+MAX_PROPERTIES = 1000
+"""Properties of one object in a schema. If they are optional, the time grows with the square of their number."""
 
 _NO_TOKENS: Mapping[str, int] = {}
 # With flexible white space a small model may generate white space without end.
@@ -33,6 +40,7 @@ def json_schema_grammar(schema: Mapping[str, Any] | str) -> str:
         raise InvalidRequestError(f"the schema can't be read: {error}", field="grammar") from error
     if not isinstance(content, Mapping):
         raise InvalidRequestError("the schema must be a JSON object", field="grammar")
+    _check_properties(content)
     try:
         grammar = LLMatcher.grammar_from_json_schema(dict(content), overrides=_JSON_STYLE)
     except ValueError as error:  # a number beyond 64 bits, or a lone surrogate
@@ -121,9 +129,26 @@ def after_reasoning_grammar(
 
 def check_grammar(grammar: str) -> None:
     """Raises InvalidRequestError with llguidance's message for an unsupported grammar."""
-    defect = LLMatcher.validate_grammar(grammar)
+    defect = LLMatcher.validate_grammar(grammar, limits=LIMITS)
     if defect and not defect.startswith("WARNING"):
         raise InvalidRequestError(f"the grammar is not supported: {defect}", field="grammar")
+
+
+def _check_properties(content: Any) -> None:
+    """Raises InvalidRequestError for an object with too many properties anywhere in a schema."""
+    unread = [content]
+    while unread:
+        part = unread.pop()
+        if isinstance(part, list):
+            unread += part
+        elif isinstance(part, Mapping):
+            unread += part.values()
+            properties = part.get("properties")
+            if isinstance(properties, Mapping) and len(properties) > MAX_PROPERTIES:
+                raise InvalidRequestError(
+                    f"the schema has an object with {len(properties)} properties; use at most {MAX_PROPERTIES}",
+                    field="grammar",
+                )
 
 
 def _check_schema(name: str, schema: Mapping[str, Any]) -> None:

@@ -6,27 +6,36 @@ import json
 from collections.abc import Awaitable, Callable
 from email.message import Message
 from functools import lru_cache
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from megatron_runtime.server.errors import ApiError
+from megatron_runtime.server.large_bodies import LargeBodies
 
 MAX_COPIED_BYTES = 64 * 2**20
 """``n`` times the size of the body."""
+_FAST_PARSER_BYTES = 2**20
+"""Bodies beyond it are parsed by pydantic's parser, whose errors are less precise: the thread that parses keeps the
+interpreter from all others meanwhile.
+"""
 
 
 class BodyRoute(APIRoute):
     """Serves an endpoint ``(body, request) -> Response``; ``body`` is a pydantic model.
 
-    Its dependencies are coroutine functions of the request. They are called before the body is read.
+    Its dependencies are coroutine functions of the request. They are called before the body is read. FastAPI itself
+    serves an endpoint without a body.
     """
+
+    large_bodies: ClassVar[LargeBodies]
 
     @staticmethod
     def convert(content: Any) -> Any:
@@ -35,9 +44,10 @@ class BodyRoute(APIRoute):
 
     def __init__(self, path: str, endpoint: Callable[[Any, Request], Awaitable[Response]], **described: Any) -> None:
         super().__init__(path, endpoint, **described)
-        self._checked: Callable[[Any], Any] = TypeAdapter(get_type_hints(endpoint)["body"]).validate_python
-        # FastAPI's own app resolves the endpoint's parameters again for every request.
-        self.app = self._serve
+        if (body := get_type_hints(endpoint).get("body")) is not None:
+            self._checked: Callable[[Any], Any] = TypeAdapter(body).validate_python
+            # FastAPI's own app resolves the endpoint's parameters again for every request.
+            self.app = self._serve
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         response = await self._answer(Request(scope, receive, send))
@@ -47,19 +57,26 @@ class BodyRoute(APIRoute):
         for check in self.dependencies:
             assert check.dependency is not None
             await check.dependency(request)
-        content = await _content(request)
+        raw = await _received(request)
+        is_json = _is_json(request.headers.get("content-type", ""))
+        body = await self.large_bodies.run(len(raw), self._parsed, raw, is_json=is_json)
+        answer: Response = await self.endpoint(body, request)
+        return answer
+
+    def _parsed(self, raw: bytes, *, is_json: bool) -> Any:
+        content = _content(raw) if raw and is_json else raw
         try:
             body = self._checked(self.convert(content))
         except ValidationError as error:
             raise RequestValidationError(error.errors(include_url=False)) from error
-        _check_copies(getattr(body, "n", 1), len(await request.body()))
-        answer: Response = await self.endpoint(body, request)
-        return answer
+        _check_copies(getattr(body, "n", 1), len(raw))
+        return body
 
 
-def converting_route(convert: Callable[[Any], Any]) -> type[BodyRoute]:
-    """A BodyRoute that converts the parsed body before it is validated."""
-    return type("ConvertingRoute", (BodyRoute,), {"convert": staticmethod(convert)})
+def body_route(large_bodies: LargeBodies, convert: Callable[[Any], Any] | None = None) -> type[BodyRoute]:
+    """A BodyRoute for APIRouter, which may convert the parsed body before it is validated."""
+    changed = {} if convert is None else {"convert": staticmethod(convert)}
+    return type("ConfiguredBodyRoute", (BodyRoute,), {"large_bodies": large_bodies, **changed})
 
 
 def _check_copies(n: int, size: int) -> None:
@@ -69,18 +86,27 @@ def _check_copies(n: int, size: int) -> None:
         raise ApiError(400, message, param="n")
 
 
-async def _content(request: Request) -> Any:
-    """The parsed body; its bytes if the content type is not JSON. Errors are those of FastAPI."""
+async def _received(request: Request) -> bytes:
+    """The body. Errors are those of FastAPI."""
     try:
-        raw = await request.body()
-        return json.loads(raw) if raw and _is_json(request.headers.get("content-type", "")) else raw
-    except json.JSONDecodeError as error:
-        error_item = {"type": "json_invalid", "loc": (error.pos,), "msg": "", "ctx": {"error": error.msg}}
-        raise RequestValidationError([error_item]) from error
+        return await request.body()
     except HTTPException:
         raise
     except Exception as error:
         raise HTTPException(400, "There was an error parsing the body") from error
+
+
+def _content(raw: bytes) -> Any:
+    try:
+        return json.loads(raw) if len(raw) <= _FAST_PARSER_BYTES else from_json(raw, cache_strings=False)
+    except json.JSONDecodeError as error:
+        raise _invalid_json(error.msg, error.pos) from error
+    except (ValueError, RecursionError) as error:
+        raise _invalid_json(str(error), 0) from error
+
+
+def _invalid_json(message: str, position: int) -> RequestValidationError:
+    return RequestValidationError([{"type": "json_invalid", "loc": (position,), "msg": "", "ctx": {"error": message}}])
 
 
 @lru_cache(maxsize=64)

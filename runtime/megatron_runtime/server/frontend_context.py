@@ -24,6 +24,7 @@ from megatron_runtime.server.generation.choice import ChoiceTask
 from megatron_runtime.server.generation.choice_run import ChoiceRunner
 from megatron_runtime.server.generation.generation import Generation
 from megatron_runtime.server.generation.idempotency import IdempotencyKey, already_running
+from megatron_runtime.server.large_bodies import LargeBodies
 from megatron_runtime.server.messages.message_format import MessageFormat, ResponseParsing
 from megatron_runtime.server.metrics import FrontendMetrics
 from megatron_runtime.server.options import FrontendOptions
@@ -39,6 +40,7 @@ class FrontendContext:
     admission: AdmissionController
     api_keys: ApiKeys | None = None
     metrics: FrontendMetrics = field(default_factory=FrontendMetrics)
+    large_bodies: LargeBodies = field(default_factory=LargeBodies)
     started: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
@@ -70,22 +72,22 @@ class FrontendContext:
             message = f"model: {name!r} is not served here; the served model is {self.options.served_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def generation(
+    def tasks(
         self,
         body: GenerationBody,
         prompts: list[list[int]],
-        key: IdempotencyKey | None = None,
-        parsing: ResponseParsing | None = None,
-        cache_salt: str | None = None,
-    ) -> Generation:
-        """The choices that ``body`` requests: ``n`` per prompt, in the order of the prompts."""
+        key: IdempotencyKey | None,
+        parsing: ResponseParsing,
+        *,
+        cache_salt: str | None,
+    ) -> list[ChoiceTask]:
+        """The choices that ``body`` requests: ``n`` per prompt, in the order of the prompts. Thread-safe."""
         if len(prompts) * body.n > MAX_CHOICES:
             message = f"n: {len(prompts)} prompts times {body.n} exceed the limit of {MAX_CHOICES} answers; reduce n"
             raise ApiError(400, message, param="n")
-        parsing = parsing or ResponseParsing()
         grammar = parsing.grammar(output_constraint(body))
         shown = parsing.shown_tokens
-        tasks = [
+        return [
             self._task(
                 index * body.n + sample,
                 prompt,
@@ -97,6 +99,9 @@ class FrontendContext:
             for index, prompt in enumerate(prompts)
             for sample in range(body.n)
         ]
+
+    def generation(self, body: GenerationBody, tasks: list[ChoiceTask], key: IdempotencyKey | None) -> Generation:
+        """Runs the choices of ``body``. Raises ApiError 409 if a request with the same key is running."""
         if key is not None:
             running = {future.request_uuid for future in self.client.completion_futures.values()}
             if any(task.uuid in running for task in tasks):

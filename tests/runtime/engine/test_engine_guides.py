@@ -108,3 +108,19 @@ def test_a_grammar_without_possible_answers_is_refused(make: Callable[[Any], str
 def test_settings_that_continue_after_the_end_of_a_grammar_are_refused(field: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match=next(iter(field))):
         SamplingParams(grammar='start: "a"', **field)
+
+
+def test_thousands_of_choices_are_followed(make_engine: MakeEngine) -> None:
+    choices = [f"choice number {number}" for number in range(4096)]
+    assert serve(make_engine(), guided(choice_grammar(choices))).generated_text in choices
+
+
+def test_grammars_that_would_keep_the_engine_busy_are_refused() -> None:
+    def wide(properties: int) -> dict[str, Any]:
+        return {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(properties)}}
+
+    json_schema_grammar(wide(1000))
+    with pytest.raises(InvalidRequestError, match="an object with 1001 properties; use at most 1000"):
+        json_schema_grammar({"type": "object", "properties": {"a": {"anyOf": [{"type": "null"}, wide(1001)]}}})
+    with pytest.raises(InvalidRequestError, match="too big"):
+        json_schema_grammar({"type": "object", "properties": {f"o{number}": wide(1000) for number in range(8)}})

@@ -20,6 +20,7 @@ KEY = "key-of-the-tests"
 ORIGIN = "https://chat.example"
 STORY: list[Any] = [{"role": "user", "content": "Tell me a long story about a lighthouse."}]
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+WIDE = {"properties": {f"p{number}": {} for number in range(1001)}}
 ENDLESS = {"model": "chat", "messages": STORY, "max_tokens": 4000, "ignore_eos": True}
 
 
@@ -92,8 +93,11 @@ def test_unknown_fields_are_ignored(pod: Any) -> None:
             "chat_template_kwargs",
             "reserved for the server",
         ),
-        ("chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "template refuses"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "lone surrogate"),
         ("completions", {"prompt": "a\ud800"}, "prompt", "lone surrogate"),
+        ("completions", {"prompt": [1] * 10_000}, "prompt", "leave no room"),
+        ("completions", {"prompt": "word " * 9_000}, "prompt", "leave no room"),
+        ("chat/completions", {"messages": STORY, "guided_json": WIDE}, "guided_json", "1001 properties"),
         (
             "responses",
             {"input": "a", "max_output_tokens": 1, "metadata": {"a": "\ud800"}},

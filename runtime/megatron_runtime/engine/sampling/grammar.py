@@ -61,7 +61,9 @@ class RequestGuide:
 def _new_matcher(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
     from llguidance import LLMatcher  # Imported here, because most services never use a grammar.
 
-    return LLMatcher(vocabulary, grammar)
+    from megatron_runtime.guides import LIMITS
+
+    return LLMatcher(vocabulary, grammar, limits=LIMITS)
 
 
 def _vocabulary(tokenizer: Tokenizer) -> LLTokenizer:

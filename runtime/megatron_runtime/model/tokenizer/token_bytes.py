@@ -28,8 +28,9 @@ class TokenBytes:
         # Only the decoder: the whole tokenizer would serialize its vocabulary too.
         steps = _decoder_steps(None if decoder is None else json.loads(decoder.__getstate__()))
         kinds = {step["type"] for step in steps}
-        self._is_byte_level = "ByteLevel" in kinds
-        if not self._is_byte_level and not kinds & {"ByteFallback", "Metaspace"}:
+        self.is_byte_level = "ByteLevel" in kinds
+        """Whether each character of a token is a byte of text."""
+        if not self.is_byte_level and not kinds & {"ByteFallback", "Metaspace"}:
             raise CheckpointError(
                 f"{location}: decoder {sorted(kinds)} found, expected ByteLevel, ByteFallback or Metaspace. "
                 "Choose a checkpoint whose tokenizer is byte-level BPE or SentencePiece BPE"
@@ -48,7 +49,7 @@ class TokenBytes:
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
-        if self._is_byte_level:
+        if self.is_byte_level:
             alphabet = byte_of_character()
             # A token with other characters was added as plain text.
             return bytes(alphabet[c] for c in token) if alphabet.keys() >= set(token) else token.encode()

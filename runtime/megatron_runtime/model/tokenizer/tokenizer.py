@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer as Backend
@@ -62,6 +63,13 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether chats can be rendered."""
         return bool(self._templates)
+
+    @cached_property
+    def longest_token(self) -> int | None:
+        """No token is longer than this number of characters; None if unknown text of any length is one token."""
+        if not self._token_bytes.is_byte_level and not getattr(self._backend.model, "byte_fallback", False):
+            return None
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
     @property
     def definition(self) -> str:

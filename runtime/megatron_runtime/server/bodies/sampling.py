@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from megatron_runtime.errors import InvalidRequestError
+from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SEEDS, SamplingParams
 from megatron_runtime.server.bodies.protocol import GenerationBody
-from megatron_runtime.server.errors import CONTEXT_EXCEEDED, ApiError
+from megatron_runtime.server.errors import CONTEXT_EXCEEDED, ApiError, check_text
 
 
 def sampling_params(
@@ -47,12 +48,26 @@ def sampling_params(
     return params
 
 
-def check_tokens(tokens: Iterable[int], vocab_size: int, *, param: str) -> None:
+def check_tokens(tokens: Collection[int], vocab_size: int, *, param: str) -> None:
     """Raises ApiError 400 that names the first token outside the vocabulary."""
-    for token in tokens:
-        if token >= vocab_size:
-            message = f"{param}: token {token} is outside the vocabulary of {vocab_size} tokens"
-            raise ApiError(400, message, param=param)
+    if max(tokens, default=0) >= vocab_size:
+        first = next(token for token in tokens if token >= vocab_size)
+        message = f"{param}: token {first} is outside the vocabulary of {vocab_size} tokens"
+        raise ApiError(400, message, param=param)
+
+
+def check_characters(text: str, tokenizer: Tokenizer, longest: int | None, *, param: str) -> None:
+    """Raises ApiError 400 before the work of tokenization if ``text`` can't fit into ``longest`` tokens.
+
+    Raises the same for a lone surrogate, which JSON can express but UTF-8 can't.
+    """
+    check_text(text, param=param)
+    if longest is not None and tokenizer.longest_token is not None and len(text) > longest * tokenizer.longest_token:
+        message = (
+            f"{param}: {len(text)} characters can't fit into the {longest} tokens that prompt and answer together may "
+            f"have. {CONTEXT_EXCEEDED}"
+        )
+        raise ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def token_limit(

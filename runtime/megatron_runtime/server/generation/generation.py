@@ -31,8 +31,6 @@ class Generation:
         self._admission = admission
         self.size = len(tasks)
         """Number of answers that it generates."""
-        self.first_uuid = tasks[0].uuid
-        """UUID of the first choice, if it was chosen here."""
         self._runs: list[ChoiceRun] = []
         self._unfinished = len(tasks)
         self._arrived: list[Delta] = []

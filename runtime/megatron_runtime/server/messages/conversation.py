@@ -7,20 +7,22 @@ from typing import Any
 
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server.bodies.protocol import ChatCompletionBody, ChatMessage
-from megatron_runtime.server.bodies.sampling import check_tokens
+from megatron_runtime.server.bodies.sampling import check_characters, check_tokens
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.messages.tool_prompt import with_tools_as_text
 
 _RESERVED_VARIABLES = ("self", "messages", "tools", "add_generation_prompt")
 
 
-def chat_prompt(body: ChatCompletionBody, tokenizer: Tokenizer) -> list[int]:
+def chat_prompt(body: ChatCompletionBody, tokenizer: Tokenizer, longest: int) -> list[int]:
     """The tokens of the conversation up to the beginning of the assistant's answer.
+
+    ``longest`` is the maximum length of prompt and answer in tokens.
 
     Raises:
         ApiError: 400 when the chat template rejects these messages, or a field is invalid.
     """
-    return with_bos(_chat_tokens(body, tokenizer), body.add_bos, tokenizer)
+    return with_bos(_chat_tokens(body, tokenizer, longest), body.add_bos, tokenizer)
 
 
 def with_bos(tokens: list[int], add_bos: bool | None, tokenizer: Tokenizer) -> list[int]:
@@ -31,9 +33,11 @@ def with_bos(tokens: list[int], add_bos: bool | None, tokenizer: Tokenizer) -> l
     return [tokenizer.bos] * add_bos + tokens[first:]
 
 
-def _chat_tokens(body: ChatCompletionBody, tokenizer: Tokenizer) -> list[int]:
+def _chat_tokens(body: ChatCompletionBody, tokenizer: Tokenizer, longest: int) -> list[int]:
     tools = body.tool_use.for_template()
-    tokens = render(body.messages, tokenizer, body.chat_template_kwargs, param=body.prompt_param, tools=tools)
+    tokens = render(
+        body.messages, tokenizer, body.chat_template_kwargs, param=body.prompt_param, tools=tools, longest=longest
+    )
     if not body.prevent_retokenization:
         return tokens
     last = max((at for at, message in enumerate(body.messages) if message.has_tokens), default=None)
@@ -62,11 +66,12 @@ def render(
     param: str,
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    longest: int | None = None,
 ) -> list[int]:
     """The tokens of the messages in the model's chat template.
 
     ``add_generation_prompt`` appends the beginning of an answer. If the template does not support tools, they are
-    described in the system message.
+    described in the system message. A text that can't fit into ``longest`` tokens is refused.
     """
     reserved = [name for name in template_kwargs if name in _RESERVED_VARIABLES]
     if reserved:
@@ -77,13 +82,15 @@ def render(
     if template is not None and not template.takes_tools:
         rendered, tools = with_tools_as_text(rendered, tools), None
     try:
-        return tokenizer.apply_chat_template(
+        prompt = tokenizer.render_chat(
             rendered, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs
         )
     except Exception as error:
         # The template is code of the checkpoint and may raise any exception to reject messages.
         text = str(error).removeprefix("messages: the model's chat template refuses them: ")
         raise ApiError(400, f"{param}: the model's chat template refuses them: {text}", param=param) from error
+    check_characters(prompt, tokenizer, longest, param=param)
+    return tokenizer.tokenize(prompt)
 
 
 def _known_tokens(message: ChatMessage, tokenizer: Tokenizer) -> list[int]:

@@ -7,17 +7,17 @@ from typing import Any
 
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server.bodies.protocol import CompletionBody
-from megatron_runtime.server.bodies.sampling import check_tokens
-from megatron_runtime.server.errors import ApiError, check_text
+from megatron_runtime.server.bodies.sampling import check_characters, check_tokens
+from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.generation.choice import Delta, TokenLogProb
 from megatron_runtime.server.messages.conversation import with_bos
 from megatron_runtime.server.openai.answer import Answer, AnswerChunks
 from megatron_runtime.server.openai.token_ids import TokenIds
 
 
-def completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
-    """The tokens of every prompt."""
-    prompts = [_tokens(prompt, tokenizer, body.add_bos) for prompt in body.prompts]
+def completion_prompts(body: CompletionBody, tokenizer: Tokenizer, longest: int) -> list[list[int]]:
+    """The tokens of every prompt. ``longest`` is the maximum length of prompt and answer in tokens."""
+    prompts = [_tokens(prompt, tokenizer, body.add_bos, longest) for prompt in body.prompts]
     if not prompts or not all(prompts):
         raise ApiError(400, "prompt: must not be empty", param="prompt")
     return prompts
@@ -124,9 +124,9 @@ class Logprobs:
         }
 
 
-def _tokens(prompt: str | list[int], tokenizer: Tokenizer, add_bos: bool | None) -> list[int]:
+def _tokens(prompt: str | list[int], tokenizer: Tokenizer, add_bos: bool | None, longest: int) -> list[int]:
     if isinstance(prompt, str):
-        check_text(prompt, param="prompt")
+        check_characters(prompt, tokenizer, longest, param="prompt")
         return with_bos(tokenizer.tokenize(prompt, add_special_tokens=True), add_bos, tokenizer)
     check_tokens(prompt, tokenizer.vocab_size, param="prompt")
     return prompt

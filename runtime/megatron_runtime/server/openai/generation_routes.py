@@ -15,12 +15,12 @@ from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server import documentation
 from megatron_runtime.server.bodies.protocol import ChatCompletionBody, CompletionBody, GenerationBody
 from megatron_runtime.server.bodies.responses_protocol import ResponsesBody
-from megatron_runtime.server.body_route import BodyRoute, converting_route
+from megatron_runtime.server.body_route import BodyRoute, body_route
 from megatron_runtime.server.documentation import answers, request_example
 from megatron_runtime.server.frontend_context import FrontendContext
-from megatron_runtime.server.generation.choice import Delta
+from megatron_runtime.server.generation.choice import ChoiceTask, Delta
 from megatron_runtime.server.generation.generation import Generation
-from megatron_runtime.server.generation.idempotency import idempotency_key
+from megatron_runtime.server.generation.idempotency import IdempotencyKey, idempotency_key
 from megatron_runtime.server.json_response import JsonResponse
 from megatron_runtime.server.megatron_requests import from_megatron
 from megatron_runtime.server.messages.conversation import chat_prompt, render
@@ -38,14 +38,37 @@ class _AnswerFormat:
     """How an endpoint formats its answers."""
 
     id_prefix: str
+    prompts: Callable[[Any, FrontendContext], tuple[list[list[int]], ResponseParsing]]
+    """The tokens of every prompt of a body, and how its answers are parsed."""
     whole: Callable[[Answer, Sequence[Delta], Tokenizer], dict[str, Any]]
     chunks: Callable[[Answer, Tokenizer], ChunkWriter]
     names_events: bool = False
 
 
-_CHAT = _AnswerFormat("chatcmpl-", chat_completion, chat_chunks)
-_COMPLETION = _AnswerFormat("cmpl-", completion, completion_chunks)
-_RESPONSE = _AnswerFormat("resp_", response, ResponseEvents, names_events=True)
+def _chat_prompts(body: ChatCompletionBody, frontend: FrontendContext) -> tuple[list[list[int]], ResponseParsing]:
+    prompt = chat_prompt(body, frontend.tokenizer, frontend.options.max_sequence_length)
+    return [prompt], frontend.message_format.parsing(body.tool_use, prompt)
+
+
+def _completion_prompts(body: CompletionBody, frontend: FrontendContext) -> tuple[list[list[int]], ResponseParsing]:
+    return completion_prompts(body, frontend.tokenizer, frontend.options.max_sequence_length), ResponseParsing()
+
+
+def _response_prompts(body: ResponsesBody, frontend: FrontendContext) -> tuple[list[list[int]], ResponseParsing]:
+    prompt = render(
+        body.messages,
+        frontend.tokenizer,
+        body.chat_template_kwargs,
+        param="input",
+        tools=body.tool_use.for_template(),
+        longest=frontend.options.max_sequence_length,
+    )
+    return [prompt], frontend.message_format.parsing(body.tool_use, prompt)
+
+
+_CHAT = _AnswerFormat("chatcmpl-", _chat_prompts, chat_completion, chat_chunks)
+_COMPLETION = _AnswerFormat("cmpl-", _completion_prompts, completion, completion_chunks)
+_RESPONSE = _AnswerFormat("resp_", _response_prompts, response, ResponseEvents, names_events=True)
 
 
 def generation_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
@@ -58,10 +81,7 @@ def generation_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
         openapi_extra=request_example(documentation.CHAT_REQUEST),
     )
     async def chat_completions(body: ChatCompletionBody, request: Request) -> Response:
-        frontend.check_model(body.model)
-        prompt = chat_prompt(body, frontend.tokenizer)
-        parsing = frontend.message_format.parsing(body.tool_use, prompt)
-        return await _answer(frontend, body, request, [prompt], _CHAT, parsing)
+        return await _answer(frontend, body, request, _CHAT)
 
     @router.post(
         "/completions",
@@ -69,8 +89,7 @@ def generation_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
         openapi_extra=request_example(documentation.COMPLETION_REQUEST),
     )
     async def completions(body: CompletionBody, request: Request) -> Response:
-        frontend.check_model(body.model)
-        return await _answer(frontend, body, request, completion_prompts(body, frontend.tokenizer), _COMPLETION)
+        return await _answer(frontend, body, request, _COMPLETION)
 
     @router.post(
         "/responses",
@@ -78,37 +97,40 @@ def generation_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
         openapi_extra=request_example(documentation.RESPONSE_REQUEST),
     )
     async def responses(body: ResponsesBody, request: Request) -> Response:
-        frontend.check_model(body.model)
-        prompt = render(
-            body.messages,
-            frontend.tokenizer,
-            body.chat_template_kwargs,
-            param="input",
-            tools=body.tool_use.for_template(),
-        )
-        parsing = frontend.message_format.parsing(body.tool_use, prompt)
-        return await _answer(frontend, body, request, [prompt], _RESPONSE, parsing)
+        return await _answer(frontend, body, request, _RESPONSE)
 
     return router
 
 
 def _route_class(frontend: FrontendContext) -> type[BodyRoute]:
     if not frontend.options.http.megatron_http:
-        return BodyRoute
-    return converting_route(partial(from_megatron, served_name=frontend.options.served_name))
+        return body_route(frontend.large_bodies)
+    return body_route(frontend.large_bodies, partial(from_megatron, served_name=frontend.options.served_name))
 
 
-async def _answer(
-    frontend: FrontendContext,
-    body: GenerationBody,
-    request: Request,
-    prompts: list[list[int]],
-    style: _AnswerFormat,
-    parsing: ResponseParsing | None = None,
-) -> Response:
-    salt = frontend.cache_salt(request, body)
-    generation = frontend.generation(body, prompts, idempotency_key(request, body), parsing, salt)
-    answer = _new_answer(frontend, body, prompts, style, parsing or ResponseParsing(), generation)
+@dataclass(frozen=True)
+class _Prepared:
+    """A request as far as it can be prepared without its connections."""
+
+    prompts: list[list[int]]
+    parsing: ResponseParsing
+    key: IdempotencyKey | None
+    tasks: list[ChoiceTask]
+
+
+def _prepare(frontend: FrontendContext, body: GenerationBody, request: Request, style: _AnswerFormat) -> _Prepared:
+    frontend.check_model(body.model)
+    prompts, parsing = style.prompts(body, frontend)
+    key = idempotency_key(request, body)
+    tasks = frontend.tasks(body, prompts, key, parsing, cache_salt=frontend.cache_salt(request, body))
+    return _Prepared(prompts, parsing, key, tasks)
+
+
+async def _answer(frontend: FrontendContext, body: GenerationBody, request: Request, style: _AnswerFormat) -> Response:
+    size = len(await request.body())
+    prepared = await frontend.large_bodies.run(size, _prepare, frontend, body, request, style)
+    generation = frontend.generation(body, prepared.tasks, prepared.key)
+    answer = _new_answer(frontend, body, prepared, style)
     try:
         async with CancelOnDisconnect(request.receive):
             await frontend.admission.admit(generation.size)
@@ -121,18 +143,12 @@ async def _answer(
     return EventStream(generation.deltas(), chunks, names_events=style.names_events)
 
 
-def _new_answer(
-    frontend: FrontendContext,
-    body: GenerationBody,
-    prompts: list[list[int]],
-    style: _AnswerFormat,
-    parsing: ResponseParsing,
-    generation: Generation,
-) -> Answer:
+def _new_answer(frontend: FrontendContext, body: GenerationBody, prepared: _Prepared, style: _AnswerFormat) -> Answer:
     """The answer with its id: for Megatron's clients the ``uid`` of its first choice, which is its key in ledgers."""
-    if frontend.options.http.megatron_http and generation.first_uuid is not None:
-        return Answer(body, prompts, "", parsing, number=generation.first_uuid.hex())
-    return Answer(body, prompts, style.id_prefix, parsing)
+    uuid = prepared.tasks[0].uuid
+    if frontend.options.http.megatron_http and uuid is not None:
+        return Answer(body, prepared.prompts, "", prepared.parsing, number=uuid.hex())
+    return Answer(body, prepared.prompts, style.id_prefix, prepared.parsing)
 
 
 async def _collect(generation: Generation) -> list[Delta]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
 from pydantic import BaseModel
 
 from megatron_runtime.server import documentation
+from megatron_runtime.server.body_route import body_route
 from megatron_runtime.server.documentation import answers, request_example
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.frontend_context import FrontendContext
+from megatron_runtime.server.json_response import JsonResponse
 from megatron_runtime.server.openai.tokenization import (
     DetokenizeBody,
     TokenizeBody,
@@ -50,7 +53,7 @@ def model_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
 
 def token_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
     """``/tokenize``, ``/detokenize`` and ``/tokenizer_info``; ``common`` as for ``model_routes``."""
-    router = APIRouter(tags=["model"], **common)
+    router = APIRouter(tags=["model"], route_class=body_route(frontend.large_bodies), **common)
 
     @router.post(
         "/tokenize",
@@ -58,9 +61,10 @@ def token_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
         responses=answers(documentation.TOKENIZE_ANSWER),
         openapi_extra=request_example(documentation.TOKENIZE_REQUEST),
     )
-    async def to_tokens(body: TokenizeBody) -> dict[str, Any]:
+    async def to_tokens(body: TokenizeBody, request: Request) -> Response:
         frontend.check_model(body.model or frontend.options.served_name)
-        return tokenize(body, frontend.tokenizer, frontend.options.max_sequence_length)
+        longest, size = frontend.options.max_sequence_length, len(await request.body())
+        return JsonResponse(await frontend.large_bodies.run(size, tokenize, body, frontend.tokenizer, longest))
 
     @router.post(
         "/detokenize",
@@ -68,9 +72,10 @@ def token_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
         responses=answers(documentation.DETOKENIZE_ANSWER),
         openapi_extra=request_example(documentation.DETOKENIZE_REQUEST),
     )
-    async def to_text(body: DetokenizeBody) -> dict[str, Any]:
+    async def to_text(body: DetokenizeBody, request: Request) -> Response:
         frontend.check_model(body.model or frontend.options.served_name)
-        return detokenize(body, frontend.tokenizer)
+        size = len(await request.body())
+        return JsonResponse(await frontend.large_bodies.run(size, detokenize, body, frontend.tokenizer))
 
     @router.get("/tokenizer_info", name="tokenizer info", responses=answers(documentation.TOKENIZER_INFO_ANSWER))
     async def info() -> dict[str, Any]:

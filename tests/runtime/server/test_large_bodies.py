@@ -1,0 +1,124 @@
+"""Large request bodies delay no other request."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from httpx import ASGITransport, AsyncClient
+from pydantic import BaseModel
+
+from megatron_runtime.model.tokenizer import Tokenizer, load_tokenizer
+from megatron_runtime.server.bodies.sampling import check_characters, check_tokens
+from megatron_runtime.server.body_route import body_route
+from megatron_runtime.server.errors import ApiError, install_error_handlers
+from megatron_runtime.server.json_response import JsonResponse
+from megatron_runtime.server.large_bodies import LARGE_BODY_BYTES, LargeBodies
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_checkpoint: str) -> Tokenizer:
+    return load_tokenizer(tiny_checkpoint)
+
+
+class Body(BaseModel):
+    text: str = ""
+
+
+@pytest.fixture
+def client() -> AsyncClient:
+    app = FastAPI()
+    install_error_handlers(app)
+    app.router.route_class = body_route(LargeBodies())
+
+    @app.post("/length")
+    async def length(body: Body, request: Request) -> Response:
+        return JsonResponse([len(body.text), len(await request.body())])
+
+    @app.get("/nothing")
+    async def nothing() -> str:
+        return "nothing"
+
+    return AsyncClient(transport=ASGITransport(app), base_url="http://here")
+
+
+async def test_large_bodies_are_worked_on_one_by_one_beside_the_event_loop() -> None:
+    bodies, running, go_on = LargeBodies(), 0, threading.Event()
+    most, threads = 0, set()
+
+    def work(number: int) -> int:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        threads.add(threading.current_thread())
+        go_on.wait(20)
+        running -= 1
+        return number
+
+    large = [asyncio.create_task(bodies.run(LARGE_BODY_BYTES + 1, work, number)) for number in range(4)]
+    await asyncio.sleep(0)
+    assert await bodies.run(LARGE_BODY_BYTES, threading.current_thread) is threading.current_thread()
+    assert not any(task.done() for task in large)
+    go_on.set()
+    assert await asyncio.gather(*large) == [0, 1, 2, 3]
+    assert most == 1
+    assert threading.current_thread() not in threads
+
+
+async def test_an_error_about_a_large_body_is_that_about_a_small_one(client: AsyncClient) -> None:
+    async def refusal(size: int) -> tuple[int, str]:
+        answer = await client.post("/length", json={"text": [1] * size})
+        return answer.status_code, answer.json()["error"]["param"]
+
+    assert await refusal(1) == await refusal(LARGE_BODY_BYTES) == (400, "text")
+
+
+@pytest.mark.parametrize("size", [10, 100_000, 3 * 2**20])
+async def test_bodies_of_any_size_are_read(client: AsyncClient, size: int) -> None:
+    answer = await client.post("/length", json={"text": "x" * size})
+    assert answer.json() == [size, size + len('{"text":""}')]
+
+
+@pytest.mark.parametrize("size", [10, 100_000, 3 * 2**20])
+@pytest.mark.parametrize("end", ['"', '"}}', "", '"}\xff'])
+async def test_bodies_of_any_size_that_are_not_json_are_refused(client: AsyncClient, size: int, end: str) -> None:
+    content = b'{"text": "' + b"x" * size + end.encode("latin-1")
+    answer = await client.post("/length", content=content, headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize("size", [2_000, 600_000])
+async def test_deeply_nested_bodies_are_refused(client: AsyncClient, size: int) -> None:
+    content = '{"text": ' + "[" * size + "]" * size + "}"
+    answer = await client.post("/length", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+
+
+async def test_routes_without_a_body_are_served(client: AsyncClient) -> None:
+    assert (await client.get("/nothing")).json() == "nothing"
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(tokenizer: Tokenizer) -> None:
+    assert tokenizer.longest_token is not None
+    fitting = "a" * (100 * tokenizer.longest_token)
+    check_characters(fitting, tokenizer, 100, param="prompt")
+    with pytest.raises(ApiError, match=r"prompt: .* characters can't fit into the 100 tokens") as caught:
+        check_characters(fitting + "a", tokenizer, 100, param="prompt")
+    assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+    check_characters(fitting + "a", tokenizer, None, param="prompt")
+
+
+def test_no_token_is_longer_than_the_longest_one(tokenizer: Tokenizer) -> None:
+    assert tokenizer.longest_token is not None
+    for token in range(tokenizer.vocab_size):
+        assert len(tokenizer.detokenize([token], skip_special_tokens=False)) <= tokenizer.longest_token
+
+
+def test_the_first_token_outside_the_vocabulary_is_named() -> None:
+    check_tokens([], 10, param="prompt")
+    check_tokens([9, 0], 10, param="prompt")
+    with pytest.raises(ApiError, match="token 10 is outside the vocabulary of 10 tokens"):
+        check_tokens([1, 10, 11], 10, param="prompt")
