@@ -197,10 +197,12 @@ def _signal(core: Core, peer: bytes, message: Message) -> None:
 def _broadcast(core: Core, peer: bytes, message: Message) -> None:
     client = _client(core, peer)
     has_epoch = message.header is Headers.SET_GENERATION_EPOCH
-    call_id, _, *values = arguments(message, 2 + has_epoch)
+    call_id, timeout, *values = arguments(message, 2 + has_epoch)
+    # All fields are checked before the engines get the message.
+    call_id, _ = natural(call_id, "call id"), seconds(timeout, "timeout")
     core.broadcast(message.header, *(natural(value, "epoch") for value in values))
     reply = {"outcome": "done", "state": core.lifecycle.state}
-    core.outbox.put(client.identity, Headers.SIGNAL_REPLY, natural(call_id, "call id"), reply)
+    core.outbox.put(client.identity, Headers.SIGNAL_REPLY, call_id, reply)
 
 
 def _update_weights(core: Core, peer: bytes, message: Message) -> None:

@@ -50,6 +50,24 @@ async def test_messages_of_an_unknown_peer_have_no_effect_and_it_is_asked_to_reg
     assert (await client.service_state()).state == "RUNNING"
 
 
+@pytest.mark.parametrize(("call_id", "timeout"), [("first", 5.0), (-1, 5.0), (1, "soon"), (1, float("nan"))])
+async def test_an_invalid_broadcast_reaches_no_engine(fleet: Fleet, call_id: object, timeout: object) -> None:
+    engine = FakeEngine()
+    fleet.add_engine(engine)
+    client = await fleet.connect()
+    await fleet.ready(client, 1)
+    with unknown_peer(fleet.address) as careless:
+        careless.send_multipart(codec.encode(Headers.CONNECT, 1))
+        receive(careless, Headers.CONNECT_ACK)
+        careless.send_multipart(codec.encode(Headers.SET_GENERATION_EPOCH, call_id, timeout, 7))
+        dropped = 0
+        while not dropped:
+            dropped = (await client.service_state()).dropped_messages
+        # The engine has received what was sent to it before its next request.
+        assert (await client.add_request("after it", PARAMS)).succeeded()
+    assert engine.epochs == []
+
+
 async def test_an_engine_can_not_answer_a_request_of_another_engine(fleet: Fleet) -> None:
     fleet.add_engine(FakeEngine(step_seconds=0.005))
     client = await fleet.connect()
