@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_runtime.engine.context_limits import ContextLimits
 from megatron_runtime.engine.routing_store import ExpertRouting
+from megatron_runtime.engine.sampling.grammar import compiled_grammars
 from megatron_runtime.engine.scheduling.sequence import Sequence
 from megatron_runtime.errors import (
     BlockOverflowError,
@@ -127,10 +128,7 @@ class Admission:
             )
         self._require_known(params.logit_bias or ())
         if params.grammar is not None:
-            # Imported here, because most services never use a grammar.
-            from megatron_runtime.guides import check_grammar
-
-            check_grammar(params.grammar)
+            compiled_grammars(self._tokenizer).check(params.grammar)
 
     def _prompt_tokens(self, prompt: Any, params: SamplingParams) -> list[int]:
         if isinstance(prompt, str):

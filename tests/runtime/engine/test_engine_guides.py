@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.engine.sampling import grammar as grammar_module
 from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.guides import choice_grammar, json_schema_grammar, lark_grammar, regex_grammar
 from megatron_runtime.inference_request import DynamicInferenceRequest
@@ -55,6 +56,32 @@ def test_guided_and_free_requests_share_passes(make_engine: MakeEngine, logprobs
     assert re.fullmatch("[ab]{20}", found[0].generated_text)
     assert len(found[0].generated_log_probs) == len(found[0].generated_tokens)
     assert found[1].generated_tokens == alone.generated_tokens
+
+
+def test_requests_with_the_same_grammar_compile_it_once(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+    new_matcher = grammar_module._new_matcher
+
+    def counted(vocabulary: Any, grammar: str) -> Any:
+        compiled.append(grammar)
+        return new_matcher(vocabulary, grammar)
+
+    monkeypatch.setattr(grammar_module, "_new_matcher", counted)
+    engine = make_engine()
+    monkeypatch.setattr(engine.tokenizer, "_kept", {})
+    grammars = [regex_grammar("[ab]{9}"), regex_grammar("[cd]{9}"), regex_grammar("[ab]{9}")]
+    for request_id, grammar in enumerate(grammars):
+        engine.add_request(request_id, PROMPT, guided(grammar, seed=request_id))
+    found = {}
+    while engine.has_unfinished_requests():
+        for record in engine.step_modern()["finished_request_records"]:
+            found[record.request_id] = record.merge().generated_text
+    assert [bool(re.fullmatch(form, found[n])) for n, form in enumerate(["[ab]{9}", "[cd]{9}", "[ab]{9}"])] == [
+        True
+    ] * 3
+    assert compiled == grammars[:2]
 
 
 @pytest.mark.parametrize("made", [1, 7, 15])

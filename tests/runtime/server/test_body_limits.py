@@ -14,7 +14,7 @@ from megatron_runtime.guides import json_schema_grammar
 from megatron_runtime.server.bodies import limits
 from megatron_runtime.server.bodies.protocol import ChatCompletionBody, CompletionBody
 from megatron_runtime.server.bodies.responses_protocol import ResponsesBody
-from megatron_runtime.server.body_route import MAX_COPIED_BYTES, _check_copies
+from megatron_runtime.server.body_route import MAX_COPIED_BYTES, MAX_VALUES, _check_copies, _content
 from megatron_runtime.server.errors import ApiError, _from_validation
 
 Body = type[CompletionBody] | type[ChatCompletionBody] | type[ResponsesBody]
@@ -90,6 +90,12 @@ def test_many_invalid_items_cost_as_little_as_one(fields: dict[str, Any]) -> Non
     finally:
         tracemalloc.stop()
     assert peak < 4 * 2**20
+
+
+def test_a_body_of_too_many_values_is_refused_before_it_is_parsed() -> None:
+    _content(b"[1" + b",1" * MAX_VALUES + b"]")
+    with pytest.raises(ApiError, match=f"at most {MAX_VALUES}"):
+        _content(b"[1,1" + b",1" * MAX_VALUES + b"]")
 
 
 def test_many_tools_of_different_names_are_accepted() -> None:

@@ -17,6 +17,7 @@ from megatron_runtime.server.body_route import body_route
 from megatron_runtime.server.errors import ApiError, install_error_handlers
 from megatron_runtime.server.json_response import JsonResponse
 from megatron_runtime.server.large_bodies import LARGE_BODY_BYTES, LargeBodies
+from megatron_runtime.server.openai.tokenization import MAX_CHARACTERS, TokenizeBody, tokenize
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +110,13 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(tokenizer: Tok
         check_characters(fitting + "a", tokenizer, 100, param="prompt")
     assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
     check_characters(fitting + "a", tokenizer, None, param="prompt")
+
+
+def test_a_text_beyond_the_limit_of_tokenize_is_refused(tokenizer: Tokenizer) -> None:
+    """15 MiB took 1.4 GiB of memory."""
+    assert tokenize(TokenizeBody(prompt="a" * MAX_CHARACTERS), tokenizer, 100)["count"] > 100
+    with pytest.raises(ApiError, match=f"prompt: .* send at most {MAX_CHARACTERS}"):
+        tokenize(TokenizeBody(prompt="a" * (MAX_CHARACTERS + 1)), tokenizer, 100)
 
 
 def test_no_token_is_longer_than_the_longest_one(tokenizer: Tokenizer) -> None:

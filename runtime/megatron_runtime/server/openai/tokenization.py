@@ -11,8 +11,11 @@ from megatron_runtime.server.bodies.limits import TokenId
 from megatron_runtime.server.bodies.protocol import ChatMessage
 from megatron_runtime.server.bodies.sampling import check_tokens
 from megatron_runtime.server.bodies.tools import Tool
-from megatron_runtime.server.errors import check_text
+from megatron_runtime.server.errors import ApiError, check_text
 from megatron_runtime.server.messages.conversation import render
+
+MAX_CHARACTERS = 2**20
+"""Of a text to tokenize, which takes a hundred bytes of memory for each."""
 
 
 class TokenizeBody(BaseModel):
@@ -44,7 +47,7 @@ class DetokenizeBody(BaseModel):
 def tokenize(body: TokenizeBody, tokenizer: Tokenizer, longest: int) -> dict[str, Any]:
     """The tokens, their count, and the maximum length of a prompt and its answer."""
     if body.messages is None:
-        check_text(body.prompt or "", param="prompt")
+        _check_characters(body.prompt or "")
         tokens = tokenizer.tokenize(body.prompt or "", add_special_tokens=body.add_special_tokens)
     else:
         tokens = render(
@@ -64,6 +67,13 @@ def tokenize(body: TokenizeBody, tokenizer: Tokenizer, longest: int) -> dict[str
         "tokens": tokens,
         "token_strs": texts,
     }
+
+
+def _check_characters(text: str) -> None:
+    check_text(text, param="prompt")
+    if len(text) > MAX_CHARACTERS:
+        message = f"prompt: has {len(text)} characters; send at most {MAX_CHARACTERS} in one request"
+        raise ApiError(400, message, param="prompt")
 
 
 def detokenize(body: DetokenizeBody, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -1,0 +1,133 @@
+"""What a client notices while others send requests that are made to be expensive.
+
+megatron-serve runs with its default limits. A client asks for four tokens every 200 ms: first alone, then while four
+connections send each of the requests in `attackers/requests.py` again and again. Exit status 1 if one of the client's
+answers is wrong or missing, or if a process of the server ended.
+
+    python benchmarks/attacks.py
+    python benchmarks/attacks.py --only "512 tools" --seconds 60
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from attackers.requests import Attack, attacks
+from attackers.victim import Answers, Watch, ask_steadily
+from offline_throughput import write_checkpoint
+from peers.command_line import positive, print_table
+from servers.server import Start, our_server
+from startup import FILE, cache_folder
+
+SENDER = Path(__file__).parent / "attackers" / "sender.py"
+SETTLE_SECONDS = 3.0
+MIB = 1 << 20
+COLUMNS = [
+    "attack",
+    "body, MiB",
+    "statuses",
+    "p50, s",
+    "p99, s",
+    "p99 / quiet",
+    "wrong answers",
+    "processes ended",
+    "growth, MiB",
+    "growth / bodies",
+    "remains, MiB",
+]
+
+
+@dataclass
+class Trial:
+    """One attack: what the client got, and what the server's processes did."""
+
+    attack: Attack
+    size: int
+    statuses: dict[str, int]
+    answers: Answers
+    watch: Watch
+
+    def cells(self, quiet: Answers, right: str, connections: int) -> list[str]:
+        """The row of the table."""
+        slowest, growth = self.answers.quantile(0.99), self.watch.growth()
+        statuses = ", ".join(f"{number} x {status}" for status, number in sorted(self.statuses.items()))
+        return [
+            self.attack.name,
+            f"{self.size / MIB:.2f}",
+            statuses or "none",
+            f"{self.answers.quantile(0.5):.3f}",
+            f"{slowest:.3f}",
+            f"{slowest / quiet.quantile(0.99):.1f}",
+            str(self.answers.wrong(right)),
+            str(self.watch.ended()),
+            f"{growth / MIB:.0f}",
+            f"{growth / (self.size * connections):.1f}",
+            f"{self.watch.remaining() / MIB:.0f}",
+        ]
+
+
+def try_attack(start: Start, attack: Attack, chosen: argparse.Namespace, folder: Path) -> Trial:
+    """The client beside one attack, and shortly after it."""
+    body, sent = attack.body(), folder / "statuses"
+    file = folder / "body"
+    file.write_bytes(body)
+    command = [sys.executable, SENDER, str(start.port), attack.path, file, str(chosen.connections)]
+    with Watch(start.pid) as watch:
+        with sent.open("w") as out:
+            sender = subprocess.Popen(command, stdout=out)
+            try:
+                answers = ask_steadily(start.port, chosen.seconds)
+            finally:
+                sender.kill()
+                sender.wait()
+        ask_steadily(start.port, SETTLE_SECONDS)
+    return Trial(attack, len(body), collections.Counter(sent.read_text().split()), answers, watch)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    names = [attack.name for attack in attacks()]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=30.0, help="length of each attack; default: 30")
+    parser.add_argument("--connections", type=positive, default=4, help="of the attacker; default: 4")
+    parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)), help="of the rank")
+    parser.add_argument("--model", choices=["smollm2", "tiny"], default="smollm2", help="tiny is for testing")
+    parser.add_argument("--only", choices=names, action="append", metavar="NAME", help="repeatable; default: all")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Prints the table; 1 for a wrong answer or a process that ended."""
+    chosen = parse()
+    chosen_attacks = [attack for attack in attacks() if not chosen.only or attack.name in chosen.only]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        checkpoint = cache_folder() / "models" / FILE
+        if chosen.model == "tiny":
+            checkpoint = folder / "tiny"
+            write_checkpoint(checkpoint, "tiny")
+        with Start(our_server(checkpoint, {}), chosen.threads, folder / "log") as start:
+            start.seconds_until(start.answers)
+            ask_steadily(start.port, SETTLE_SECONDS)
+            quiet = ask_steadily(start.port, chosen.seconds)
+            right = quiet.texts[0]
+            if right is None:
+                raise SystemExit("the server does not answer without an attack")
+            print(f"quiet: p50 {quiet.quantile(0.5):.3f} s, p99 {quiet.quantile(0.99):.3f} s", flush=True)
+            trials = []
+            for attack in chosen_attacks:
+                trials.append(try_attack(start, attack, chosen, folder))
+                print(f"{attack.name}: p99 {trials[-1].answers.quantile(0.99):.3f} s", flush=True)
+    print_table([COLUMNS, *(trial.cells(quiet, right, chosen.connections) for trial in trials)])
+    return int(any(trial.answers.wrong(right) or trial.watch.ended() for trial in trials))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
