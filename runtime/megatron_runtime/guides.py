@@ -15,6 +15,7 @@ from llguidance import LLMatcher, LLParserLimits
 
 from megatron_runtime.call_format import CallFormat
 from megatron_runtime.errors import InvalidRequestError
+from megatron_runtime.guide_schemas import ascii_classes, closed_parameters, prepared_schema
 
 LIMITS = LLParserLimits(max_items_in_row=10_000, max_grammar_size=20_000)
 """Of a grammar, for its check and for the engine. A row has an item per choice that is still possible, and the time to
@@ -31,6 +32,8 @@ _JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_s
 def json_schema_grammar(schema: Mapping[str, Any] | str) -> str:
     """JSON that matches a schema, on one line; ``{}`` means any JSON.
 
+    Objects have only the properties that the schema lists, unless it allows others.
+
     Raises:
         InvalidRequestError: The schema is not valid JSON, or has unsupported keywords.
     """
@@ -42,15 +45,18 @@ def json_schema_grammar(schema: Mapping[str, Any] | str) -> str:
         raise InvalidRequestError("the schema must be a JSON object", field="grammar")
     _check_properties(content)
     try:
-        grammar = LLMatcher.grammar_from_json_schema(dict(content), overrides=_JSON_STYLE)
-    except ValueError as error:  # a number beyond 64 bits, or a lone surrogate
+        grammar = LLMatcher.grammar_from_json_schema(prepared_schema(content), overrides=_JSON_STYLE)
+    except (ValueError, RecursionError) as error:  # a number beyond 64 bits, a lone surrogate, or deep nesting
         raise InvalidRequestError(f"the schema can't be converted: {str(error)!a}", field="grammar") from error
     return _checked(grammar)
 
 
 def regex_grammar(pattern: str) -> str:
-    """Text that fully matches a regular expression; InvalidRequestError for an unsupported one."""
-    return _checked(LLMatcher.grammar_from_regex(pattern))
+    r"""Text that fully matches a regular expression; InvalidRequestError for an unsupported one.
+
+    ``\d``, ``\w`` and ``\s`` are those of ASCII, unless the expression begins with ``(?u)``.
+    """
+    return _checked(LLMatcher.grammar_from_regex(ascii_classes(pattern)))
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
@@ -78,7 +84,7 @@ def calls_grammar(
 
     Args:
         form: The format of the calls.
-        functions: JSON schema of the arguments, by function name.
+        functions: JSON schema of the arguments, by function name; without properties there are no arguments.
         several: Whether more than one call is allowed.
         or_text: Whether text is allowed before or instead of the calls; requires a format with a marker.
         tokens: Markers that are special tokens, which text can't match.
@@ -92,7 +98,8 @@ def calls_grammar(
     for index, (name, schema) in enumerate(functions.items()):
         head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{form.arguments}": '
         rules.append(f'f{index}: {_lark_text(head)} a{index} "}}"')
-        rules.append(f"a{index}: %json {json.dumps({**schema, 'x-guidance': _JSON_STYLE})}")
+        prepared = prepared_schema(closed_parameters(schema))
+        rules.append(f"a{index}: %json {json.dumps({**prepared, 'x-guidance': _JSON_STYLE})}")
     one = f"call {_with_special_tokens(form.end, tokens)}"
     further = f"({_with_special_tokens(form.separator + form.begin, tokens)} {one})*" if several else ""
     rest = f"{one} {further} {_with_special_tokens(form.closing, tokens)}"

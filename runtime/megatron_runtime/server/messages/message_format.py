@@ -109,13 +109,16 @@ class ResponseParsing:
         return guides.calls_grammar(
             tool_format.call_format,
             {
-                function.name: function.schema_of_parameters if function.strict or not or_text else {"type": "object"}
+                function.name: function.schema_of_parameters if function.strict or not or_text else _ANY_ARGUMENTS
                 for function in self.tools.callable_functions
             },
             several=self.tools.is_parallel and self.tools.named is None,
             or_text=or_text,
             tokens=self.tokens,
         )
+
+
+_ANY_ARGUMENTS = {"type": "object", "additionalProperties": True}
 
 
 class MessageFormat:

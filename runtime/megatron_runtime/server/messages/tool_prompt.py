@@ -15,7 +15,7 @@ _AFTER = """
 </tools>
 To call one, answer with its name and its arguments as JSON, like this:
 <tool_call>
-{"name": "a_function", "arguments": {"a_parameter": 1}}
+{"name": <name of the function>, "arguments": <object with its parameters>}
 </tool_call>
 The result comes back within <tool_response></tool_response>. Call none where the answer needs none."""
 
