@@ -46,7 +46,8 @@ def prepared_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
             found["additionalProperties"] = False
         return found
 
-    return _mapped(schema, prepare)
+    prepared: dict[str, Any] = _mapped(schema, prepare)
+    return prepared
 
 
 def closed_parameters(schema: Mapping[str, Any]) -> dict[str, Any]:

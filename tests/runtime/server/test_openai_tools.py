@@ -154,6 +154,21 @@ def test_an_answer_is_structured_output_or_a_call_of_a_strict_tool(shared_pod: A
         assert isinstance(choice.message.parsed, Lighthouse) or any(isinstance(call, GetWeather) for call in calls)
 
 
+def test_a_response_format_beside_a_required_call_is_accepted(shared_pod: Any) -> None:
+    """As by OpenAI: the answer is the call."""
+    fields = {"tool_choice": "required", "response_format": {"type": "json_object"}, "parallel_tool_calls": False}
+    (choice,) = ask(shared_pod, tools=[WEATHER], **fields).choices
+    ((name, _),) = calls_of(choice.message)
+    assert (name, choice.message.content, choice.finish_reason) == ("GetWeather", None, "tool_calls")
+
+
+@pytest.mark.parametrize("tokens", range(1, 60, 7))
+def test_a_call_that_the_token_limit_cuts_off_leaves_no_markup(shared_pod: Any, tokens: int) -> None:
+    (choice,) = ask(shared_pod, tools=[WEATHER], tool_choice="required", max_tokens=tokens).choices
+    assert choice.finish_reason == "length"
+    assert not choice.message.content or len(choice.message.content) == 1  # "<" may be text
+
+
 def test_the_prompt_has_the_tools_and_the_earlier_calls(shared_pod: Any) -> None:
     called = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "ö"}'}}
     messages = [

@@ -60,15 +60,17 @@ class ResponseParsing:
                 {function.name: function.schema_of_parameters for function in self.tools.functions}
             ),
             most_calls=None if self.tools.is_parallel else 1,
+            **({} if self.format is None else {"begins_call": self.format.begins_call}),
         )
 
     def grammar(self, constraint: OutputConstraint | None) -> str | None:
         """The grammar of the whole answer, with ``constraint`` on its content; None for unconstrained answers.
 
         Raises:
-            ApiError: 400 for a schema that is not supported, and for a constraint on content if a call is required.
+            ApiError: 400 for a schema that is not supported, and for a guided answer if a call is required. As in
+                OpenAI's API, a response format has no effect then.
         """
-        if self.tools.choice == "required" and constraint is not None:
+        if self.tools.choice == "required" and constraint is not None and not constraint.is_response_format:
             message = f"{constraint.param}: tool_choice requires a call, which can't match this format; leave one out"
             raise ApiError(400, message, param=constraint.param)
         grammar = None if constraint is None else constraint.grammar

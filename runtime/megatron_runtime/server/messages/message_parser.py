@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from megatron_runtime.server.messages.message_parts import CallStart, Content, Part, PartParser, joined
 
@@ -16,14 +16,21 @@ class MessageParser:
         reasoning: Parses reasoning; None if there is none.
         calls: Parses tool calls; None if there are none.
         most_calls: Maximum number of calls, further ones are dropped; None for no limit.
+        begins_call: Whether a text is the beginning of a call.
     """
 
     def __init__(
-        self, reasoning: PartParser | None = None, calls: PartParser | None = None, *, most_calls: int | None = None
+        self,
+        reasoning: PartParser | None = None,
+        calls: PartParser | None = None,
+        *,
+        most_calls: int | None = None,
+        begins_call: Callable[[str], bool] = lambda _: False,
     ) -> None:
         self._reasoning = reasoning
         self._calls = calls
         self._most_calls = most_calls
+        self._begins_call = begins_call
         self._num_calls = 0
         self._space = ""
         self._is_after_call = False
@@ -33,15 +40,18 @@ class MessageParser:
         parts: Iterable[Part] = [Content(text)] if self._reasoning is None else self._reasoning.push(text)
         return joined(self._find_calls(parts))
 
-    def finish(self) -> list[Part]:
-        """See ``PartParser``."""
+    def finish(self, *, is_cut: bool = False) -> list[Part]:
+        """See ``PartParser``. The beginning of a call at the end is content, or dropped if the text was cut off."""
         parts: list[Part] = [] if self._reasoning is None else self._reasoning.finish()
         found = list(self._find_calls(parts))
         if self._calls is not None:
-            found += self._trim(self._calls.finish())
+            found += self._trim(part for part in self._calls.finish() if not (is_cut and self._is_part_of_call(part)))
             if self._num_calls == 0:
                 found.append(Content(self._space))
         return joined(found)
+
+    def _is_part_of_call(self, part: Part) -> bool:
+        return isinstance(part, Content) and (self._num_calls > 0 or self._begins_call(part.text))
 
     def _find_calls(self, parts: Iterable[Part]) -> Iterator[Part]:
         if self._calls is None:

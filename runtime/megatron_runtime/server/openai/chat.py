@@ -85,7 +85,7 @@ class _Message:
             return self.builder.add_text(delta.text)
         parts = self._parser.push(delta.text)
         if delta.finish_reason is not None:
-            parts = joined([*parts, *self._parser.finish()])
+            parts = joined([*parts, *self._parser.finish(is_cut=delta.finish_reason == "length")])
         return self.builder.add(parts)
 
 

@@ -83,7 +83,7 @@ class _Response:
         self._logprobs += [token_logprob(entry, self._tokenizer) for entry in delta.log_probs]
         parts = self._parser.push(delta.text)
         if delta.finish_reason is not None:
-            parts += self._parser.finish()
+            parts += self._parser.finish(is_cut=delta.finish_reason == "length")
         for part in parts:
             yield from self._add(part)
         if delta.finish_reason is None:

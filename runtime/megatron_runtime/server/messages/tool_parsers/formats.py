@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import string
 import uuid
 from collections.abc import Callable
@@ -37,6 +38,16 @@ class ToolFormat:
     call_format: CallFormat | None = None
     """Format for a grammar that enforces calls; None if that is not supported."""
     call_id: Callable[[], str] = _call_id
+    unmarked: str = ""
+    """Regular expression for the beginning of a call without a marker; empty if every call has one."""
+
+    def begins_call(self, text: str) -> bool:
+        """Whether the text that a parser held back at the end of an answer is the beginning of a call."""
+        text = text.lstrip()
+        if self.unmarked and re.match(self.unmarked, text):
+            return True
+        # One character may be content.
+        return any(text.startswith(marker) or (len(text) > 1 and marker.startswith(text)) for marker in self.markers)
 
 
 HERMES = ToolFormat(
@@ -56,6 +67,7 @@ TOOL_FORMATS = {
             (llama3_json.TAG,),
             (("<|python_tag|>",), ('{"name": function name, "parameters": ',)),
             CallFormat(separator="; ", arguments="parameters"),
+            unmarked=r'\{\s*"(name|type|parameters)"',
         ),
         ToolFormat(
             "mistral",
@@ -70,12 +82,14 @@ TOOL_FORMATS = {
             lambda _: pythonic.PythonicParser(),
             (pythonic.BEGIN, pythonic.END),
             (("[func_name1(params_name1=params_value1",),),
+            unmarked=r"\[\s*[A-Za-z_][\w.]*\(",
         ),
         ToolFormat(
             "qwen3_coder",
             qwen3_coder.Qwen3CoderParser,
             (qwen3_coder.BEGIN, qwen3_coder.END),
-            ((qwen3_coder.FUNCTION, qwen3_coder.PARAMETER),),
+            unmarked=re.escape(qwen3_coder.FUNCTION),
+            template_markers=((qwen3_coder.FUNCTION, qwen3_coder.PARAMETER),),
         ),
     )
 }
