@@ -22,8 +22,12 @@ def test_a_kernel_uses_the_threads_of_torch_and_keeps_their_number(wanted: int, 
         matrix = torch.ones(600, 600)
         matrix @ matrix
         before = len(os.listdir("/proc/self/task"))
+        from megatron_runtime.model.cache_layout import CacheLayout
+        from megatron_runtime.model.kernels import cpu_attention
         from megatron_runtime.model.kernels.row_kernels import WORTH_SHARING, rms_norm
         from megatron_runtime.model.kernels.threads import kernel_threads
+        cpu_attention.prepare(CacheLayout(1, 1, 64, 64), torch.float32)
+        assert torch.get_num_threads() == {wanted}
         rows = torch.ones(WORTH_SHARING // 512, 512)
         assert (rms_norm(rows, torch.ones(512), 0.0) == 1).all()
         print(kernel_threads(), torch.get_num_threads(), len(os.listdir("/proc/self/task")) - before)

@@ -17,13 +17,21 @@ _settings: Any = numba.config
 
 @cache
 def can_share_threads() -> bool:
-    """Whether numba's OpenMP library is that of PyTorch; otherwise kernels run in the calling thread."""
+    """Whether numba's OpenMP library is that of PyTorch; otherwise kernels run in the calling thread.
+
+    The first call starts numba's threads, which sets OpenMP's number of threads for the whole process: PyTorch keeps its
+    own. Otherwise the first compiled kernel would start them.
+    """
     try:
         # PyTorch has loaded GNU's library by now; numba gets it by the same name.
         from numba.np.ufunc import omppool  # type: ignore[attr-defined]  # noqa: F401
     except ImportError:
         return False
     _settings.THREADING_LAYER = "omp"
+    wanted = torch.get_num_threads()
+    numba.get_num_threads()
+    if torch.get_num_threads() != wanted:  # setting it needlessly would start another pool of threads
+        torch.set_num_threads(wanted)
     return True
 
 
@@ -34,6 +42,4 @@ def kernel_threads() -> int:
     wanted = torch.get_num_threads()
     if numba.get_num_threads() != wanted:
         numba.set_num_threads(min(wanted, _settings.NUMBA_NUM_THREADS))
-        # When numba starts its threads, it sets OpenMP's number of threads for the whole process.
-        torch.set_num_threads(wanted)
     return int(numba.get_num_threads())
