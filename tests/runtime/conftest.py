@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,31 +61,3 @@ def reference_tokenizer(smollm2_path: Path) -> PreTrainedTokenizerFast:
         ]
     )
     return tokenizer
-
-
-@pytest.fixture(scope="session")
-def reference_greedy(reference_model: LlamaForCausalLM) -> Callable[[list[int], int], list[int]]:
-    """``reference_greedy(prompt_ids, n)``: the n greedy tokens after the prompt.
-
-    Continues after the end-of-text token; a test that stops there truncates both sides. Answers are cached for the
-    session.
-    """
-    known: dict[tuple[int, ...], list[int]] = {}
-
-    def continue_or_recall(prompt_ids: list[int], num_tokens: int) -> list[int]:
-        key = tuple(prompt_ids)
-        if len(known.get(key, [])) < num_tokens:
-            known[key] = continue_greedily(prompt_ids, num_tokens)
-        return known[key][:num_tokens]
-
-    @torch.inference_mode()
-    def continue_greedily(prompt_ids: list[int], num_tokens: int) -> list[int]:
-        cache, new, made = None, torch.tensor([prompt_ids]), []
-        for _ in range(num_tokens):
-            output = reference_model(new, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            new = output.logits[:, -1:].argmax(-1)
-            made.append(int(new))
-        return made
-
-    return continue_or_recall

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from runtime_support.reference_models import assert_most_likely
 from suite_support.repetition import repeated
 
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
@@ -18,9 +19,11 @@ from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
 pytestmark = pytest.mark.model
 
-ReferenceGreedy = Callable[[list[int], int], list[int]]
 COUNT = 32
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, num_tokens_to_generate=COUNT)
 
@@ -35,11 +38,6 @@ def tokenizer(smollm2_path: Path) -> Tokenizer:
     return load_tokenizer(smollm2_path)
 
 
-@pytest.fixture(scope="module")
-def expected(prompts: list[str], tokenizer: Tokenizer, reference_greedy: ReferenceGreedy) -> list[list[int]]:
-    return [reference_greedy(tokenizer.tokenize(prompt), COUNT) for prompt in prompts]
-
-
 def engine_of(model: Decoder, tokenizer: Tokenizer, *, blocks: int = 200, **settings: object) -> DynamicInferenceEngine:
     memory = blocks * KVCache.block_bytes(model.config, 16, torch.float32)
     return DynamicInferenceEngine.build(model, tokenizer, InferenceConfig(kv_cache_memory_bytes=memory, **settings))
@@ -49,14 +47,24 @@ def tokens_of(records: list[DynamicInferenceRequestRecord]) -> list[list[int]]:
     return [record.merge().generated_tokens for record in records]
 
 
+@pytest.fixture(scope="module")
+def expected(
+    smollm2: Decoder, tokenizer: Tokenizer, prompts: list[str], reference_model: LlamaForCausalLM
+) -> list[list[int]]:
+    """An answer to each prompt, every token of which is the most likely one of transformers."""
+    answers = tokens_of(engine_of(smollm2, tokenizer).generate(prompts, GREEDY))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert len(answer) == COUNT
+        assert_most_likely(reference_model, tokenizer.tokenize(prompt), answer)
+    return answers
+
+
 @pytest.mark.repetition
 @pytest.mark.parametrize("index", repeated(range(0, 20, 5), range(20)))
 def test_a_single_prompt_has_the_tokens_of_transformers(
-    smollm2: Decoder, tokenizer: Tokenizer, prompts: list[str], reference_greedy: ReferenceGreedy, index: int
+    smollm2: Decoder, tokenizer: Tokenizer, prompts: list[str], expected: list[list[int]], index: int
 ) -> None:
-    prompt = tokenizer.tokenize(prompts[index])
-    answer = engine_of(smollm2, tokenizer).generate([prompt], GREEDY)
-    assert tokens_of(answer) == [reference_greedy(prompt, COUNT)]
+    assert tokens_of(engine_of(smollm2, tokenizer).generate([prompts[index]], GREEDY)) == [expected[index]]
 
 
 @pytest.mark.parametrize(
