@@ -169,6 +169,23 @@ def test_answers_in_channels_are_parsed_without_configuration(choice: ToolChoice
     assert ("final" in (parsing.grammar(only) or "")) is (choice != "required")
 
 
+def test_strict_functions_of_harmony_may_be_called_or_not() -> None:
+    strict = ToolUse((FunctionDefinition(name="f", strict=True), FunctionDefinition(name="g")), "auto")
+    grammar = MessageFormat(tokenizer(HARMONY)).parsing(strict, []).grammar(None)
+    assert grammar is not None
+    assert "final" in grammar
+    assert "commentary to=functions." in grammar
+
+
+def test_a_function_that_the_models_format_cannot_enforce_is_refused() -> None:
+    several = {"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+    for function in (FunctionDefinition(name="a b"), FunctionDefinition(name="f", parameters=several)):
+        parsing = MessageFormat(tokenizer(GLM)).parsing(ToolUse((function,), "required"), [])
+        with pytest.raises(ApiError, match=f"tools: the parameters of '{function.name}'") as caught:
+            parsing.grammar(None)
+        assert (caught.value.status, caught.value.param) == (400, "tools")
+
+
 RENDERED = """{% for tool in tools %}{{ tool | tojson }};{{ tool.function.parameters.properties.keys() | list }}
 {% endfor %}{% for message in messages %}{{ message.role }}:{{ message.content }}
 {%- for call in message.tool_calls or [] %}{{ call.id }}={{ call.function.name }}{{ call.function.arguments | tojson }}

@@ -169,13 +169,15 @@ class MessageFormat:
         if style is not None and starts_with_reasoning is not None:
             markers += style.markers
         has_channels = tool_format is not None and tool_format.has_channels
+        special = self._tokenizer.special_tokens(markers)
         return ResponseParsing(
             tools=tools,
             format=tool_format,
             starts_with_reasoning=starts_with_reasoning,
             style=style or THINK,
             has_parser=self._reasoning_parser is not None or has_channels,
-            tokens=self._tokenizer.special_tokens(markers),
+            # A token that ends the answer is not part of its text.
+            tokens={text: token for text, token in special.items() if token not in self._tokenizer.eos_token_ids},
         )
 
     @cached_property
