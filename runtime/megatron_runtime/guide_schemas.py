@@ -22,8 +22,10 @@ _SINGLE = (
 )
 _JOINS = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas")
 """Keywords whose schemas apply to the same object as ``properties`` beside them."""
-_OPEN = ("additionalProperties", "unevaluatedProperties")
+OPEN = ("additionalProperties", "unevaluatedProperties")
+"""Keywords that say which other properties an object may have."""
 
+_MAX_REFERENCES = 16
 _ASCII = {"d": "0-9", "w": "A-Za-z0-9_", "s": r"\t\n\f\r\x0b "}
 
 
@@ -42,7 +44,7 @@ def prepared_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
             found["pattern"] = ascii_classes(pattern)
         if isinstance(by_pattern := part.get("patternProperties"), Mapping):
             found["patternProperties"] = {ascii_classes(pattern): each for pattern, each in by_pattern.items()}
-        if closes and "properties" in part and not any(keyword in part for keyword in _OPEN):
+        if closes and "properties" in part and not any(keyword in part for keyword in OPEN):
             found["additionalProperties"] = False
         return found
 
@@ -52,8 +54,49 @@ def prepared_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def closed_parameters(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of a function; without any information about properties there are none."""
-    says_something = any(keyword in schema for keyword in (*_JOINS, *_OPEN, "patternProperties"))
+    says_something = any(keyword in schema for keyword in (*_JOINS, *OPEN, "patternProperties"))
     return dict(schema) if says_something else {"properties": {}, **schema}
+
+
+def joins(schema: Mapping[str, Any]) -> list[str]:
+    """The keywords that apply further schemas to the same object."""
+    return [keyword for keyword in _JOINS if keyword in schema]
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema without references into ``root`` at its top; empty for what can't be resolved."""
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(schema, Mapping):
+            return {}
+        reference = schema.get("$ref")
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return schema
+        schema = root
+        for name in reference.removeprefix("#").strip("/").split("/") if reference != "#" else ():
+            schema = schema.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(schema, Mapping) else None
+    return {}
+
+
+def value_types(schema: Any, root: Mapping[str, Any], *, depth: int = 0) -> frozenset[str]:
+    """The JSON types that a schema allows; string if it names none."""
+    known = resolved(schema, root)
+    kinds = known.get("type")
+    if isinstance(kinds, list):
+        return frozenset(str(kind) for kind in kinds)
+    if isinstance(kinds, str):
+        return frozenset({kinds})
+    values = known.get("enum", [known["const"]] if "const" in known else None)
+    if isinstance(values, list) and values:
+        return frozenset(_type_of(value) for value in values)
+    branches = [branch for keyword in ("anyOf", "oneOf", "allOf") for branch in known.get(keyword, ())]
+    if not branches or depth == _MAX_REFERENCES:
+        return frozenset({"string"})
+    return frozenset().union(*(value_types(branch, root, depth=depth + 1) for branch in branches))
+
+
+def _type_of(value: Any) -> str:
+    kinds = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array"}
+    return kinds.get(type(value), "object")
 
 
 def ascii_classes(pattern: str) -> str:
@@ -86,7 +129,7 @@ def _ascii_class(letter: str, *, is_in_class: bool) -> str:
 
 
 def _is_joined(schema: Mapping[str, Any]) -> bool:
-    joined = [keyword for keyword in _JOINS if keyword in schema]
+    joined = joins(schema)
     several = isinstance(members := schema.get("allOf"), list) and len(members) > 1
     return "not" in schema or "if" in schema or several or len(joined) + ("properties" in schema) > 1
 

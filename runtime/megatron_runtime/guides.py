@@ -14,8 +14,9 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits
 
 from megatron_runtime.call_format import CallFormat
+from megatron_runtime.call_rules import JSON_STYLE, call_rules, regex, with_special_tokens
 from megatron_runtime.errors import InvalidRequestError
-from megatron_runtime.guide_schemas import ascii_classes, closed_parameters, prepared_schema
+from megatron_runtime.guide_schemas import ascii_classes, prepared_schema
 
 LIMITS = LLParserLimits(max_items_in_row=10_000, max_grammar_size=20_000)
 """Of a grammar, for its check and for the engine. A row has an item per choice that is still possible, and the time to
@@ -25,8 +26,6 @@ MAX_PROPERTIES = 1000
 """Properties of one object in a schema. If they are optional, the time grows with the square of their number."""
 
 _NO_TOKENS: Mapping[str, int] = {}
-# With flexible white space a small model may generate white space without end.
-_JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def json_schema_grammar(schema: Mapping[str, Any] | str) -> str:
@@ -45,7 +44,7 @@ def json_schema_grammar(schema: Mapping[str, Any] | str) -> str:
         raise InvalidRequestError("the schema must be a JSON object", field="grammar")
     _check_properties(content)
     try:
-        grammar = LLMatcher.grammar_from_json_schema(prepared_schema(content), overrides=_JSON_STYLE)
+        grammar = LLMatcher.grammar_from_json_schema(prepared_schema(content), overrides=JSON_STYLE)
     except (ValueError, RecursionError) as error:  # a number beyond 64 bits, a lone surrogate, or deep nesting
         raise InvalidRequestError(f"the schema can't be converted: {str(error)!a}", field="grammar") from error
     return _checked(grammar)
@@ -92,21 +91,22 @@ def calls_grammar(
     Raises:
         InvalidRequestError: A schema is not supported.
     """
-    for name, schema in functions.items():
-        _check_schema(name, schema)
     rules = [f"call: {' | '.join(f'f{index}' for index in range(len(functions)))}"]
     for index, (name, schema) in enumerate(functions.items()):
-        head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{form.arguments}": '
-        rules.append(f'f{index}: {_lark_text(head)} a{index} "}}"')
-        prepared = prepared_schema(closed_parameters(schema))
-        rules.append(f"a{index}: %json {json.dumps({**prepared, 'x-guidance': _JSON_STYLE})}")
-    one = f"call {_with_special_tokens(form.end, tokens)}"
-    further = f"({_with_special_tokens(form.separator + form.begin, tokens)} {one})*" if several else ""
-    rest = f"{one} {further} {_with_special_tokens(form.closing, tokens)}"
+        _check_schema(name, schema)
+        try:
+            rules += call_rules(f"f{index}", form, name, schema, tokens)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"the parameters of {name!r}: {error}", field="grammar") from error
+    one = f"call {with_special_tokens(form.end, tokens)}"
+    further = (
+        f"({with_special_tokens(form.separator + form.begin, tokens)} {one})*" if several and not form.is_single else ""
+    )
+    rest = f"{one} {further} {with_special_tokens(form.closing, tokens)}"
     if or_text:
         rules += _text_before(form, rest, tokens)
     else:
-        rules.append(f"start: {_with_special_tokens(form.opening + form.begin, tokens)} {rest}")
+        rules.append(f"start: {with_special_tokens(form.opening + form.begin, tokens)} {rest}")
     return lark_grammar("\n".join(rules))
 
 
@@ -127,11 +127,45 @@ def after_reasoning_grammar(
     start = "start: reasoning SPACE @answer" if in_reasoning else "start: (reasoning SPACE)? @answer"
     free = "(?s:.*)" if in_reasoning else f"\\s*{re.escape(begin)}(?s:.*)"
     if end in tokens:
-        opening, closing = _with_special_tokens(begin, tokens), _with_special_tokens(end, tokens)
+        opening, closing = with_special_tokens(begin, tokens), with_special_tokens(end, tokens)
         reasoning = f"reasoning: ({opening}){'?' * in_reasoning} FREE? {closing}\nFREE: /(?s:.*)/"
     else:
-        reasoning = f"reasoning[lazy]: {_regex(free + re.escape(end))}"
+        reasoning = f"reasoning[lazy]: {regex(free + re.escape(end))}"
     return _composed(f"{start}\nSPACE: /\\s{{0,4}}/\n{reasoning}", {"answer": grammar})
+
+
+def harmony_grammar(
+    *,
+    calls: str | None = None,
+    final: str | None = None,
+    may_answer: bool = True,
+    tokens: Mapping[str, int] = _NO_TOKENS,
+) -> str:
+    """An answer in Harmony's channels, which begins after ``<|start|>assistant``.
+
+    Args:
+        calls: The grammar of a call with its header; None if there are none.
+        final: The grammar of the text in the channel ``final``; None for free text.
+        may_answer: Whether the answer may end in the channel ``final``.
+        tokens: Markers that are special tokens, which text can't match. Without them, only thoughts may precede a call.
+    """
+    channel, message = (with_special_tokens(text, tokens) for text in ("<|channel|>", "<|message|>"))
+    free, text, names = "FREE?", "FREE: /(?s:.*)/", '("analysis" | "commentary")'
+    end = with_special_tokens("<|end|>", tokens)
+    if "<|end|>" not in tokens:
+        free, end, text = "text", "", f"text[lazy]: {regex('(?s:.*)' + re.escape('<|end|>'))}"
+        text += "\nFREE: /(?s:.*)/"
+        names = '"analysis"'  # The beginning of "commentary" would be ambiguous for the lexer.
+    start = with_special_tokens("<|start|>assistant", tokens)
+    ends = [f'{channel} "final" {message} {"FREE?" if final is None else "@final"}'] if may_answer else []
+    ends += [] if calls is None else ["@calls"]
+    lark = [
+        f"start: message* ({' | '.join(ends)})",
+        f"message: {channel} {names} {message} {free} {end} {start}",
+        text,
+    ]
+    parts = {"final": final if may_answer else None, "calls": calls}
+    return _composed("\n".join(lark), {name: part for name, part in parts.items() if part is not None})
 
 
 def check_grammar(grammar: str) -> None:
@@ -169,23 +203,15 @@ def _text_before(form: CallFormat, rest: str, tokens: Mapping[str, int]) -> list
     """Rules for text without the marker, or text up to the marker and then calls."""
     opening = form.opening + form.begin
     marker = next((text for text in tokens if opening.startswith(text)), form.marker.rstrip())
-    after_marker = _with_special_tokens(opening[len(marker) :], tokens)
+    after_marker = with_special_tokens(opening[len(marker) :], tokens)
     if marker in tokens:
-        return [f"start: TEXT | TEXT? {_with_special_tokens(marker, tokens)} {after_marker} {rest}", "TEXT: /(?s:.*)/"]
+        return [f"start: TEXT | TEXT? {with_special_tokens(marker, tokens)} {after_marker} {rest}", "TEXT: /(?s:.*)/"]
     ends = re.escape(marker)
     return [
         f"start: TEXT | text_and_marker {after_marker} {rest}",
-        f"TEXT: /(?s:.*)/ & ~{_regex(f'(?s:.*{ends}.*)')}",
-        f"text_and_marker[lazy]: {_regex(f'(?s:.*){ends}')}",
+        f"TEXT: /(?s:.*)/ & ~{regex(f'(?s:.*{ends}.*)')}",
+        f"text_and_marker[lazy]: {regex(f'(?s:.*){ends}')}",
     ]
-
-
-def _with_special_tokens(text: str, tokens: Mapping[str, int]) -> str:
-    """A text in Lark's notation, with its special tokens as token ids."""
-    if not tokens:
-        return _lark_text(text)
-    pieces = re.split(f"({'|'.join(map(re.escape, tokens))})", text)
-    return " ".join(f"<[{tokens[piece]}]>" if piece in tokens else _lark_text(piece) for piece in pieces)
 
 
 def _composed(start: str, grammars: Mapping[str, str]) -> str:
@@ -201,14 +227,6 @@ def _parts(name: str, grammar: str) -> list[dict[str, Any]]:
         return [{"name": name, "lark_grammar": grammar}]
     first, *others = json.loads(grammar)["grammars"]
     return [{**first, "name": name}, *others]
-
-
-def _lark_text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text else ""
-
-
-def _regex(pattern: str) -> str:
-    return f"/{pattern.replace('/', chr(92) + '/')}/"
 
 
 def _checked(grammar: str) -> str:

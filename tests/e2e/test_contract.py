@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import typer.main
 import yaml
 
 from megatron_operator import names, replica_groups
-from megatron_operator.api.parse import parse_resource
+from megatron_operator.api.parse import InvalidResource, parse_resource
 from megatron_operator.api.v1alpha1 import Device, KVCacheManagement, Lifecycle, Parser, RoutingPolicy
 from megatron_operator.api.v1alpha1.model import DType
 from megatron_operator.failures import read_failure
@@ -24,6 +25,7 @@ from megatron_operator.observed_state import BAD_INPUT_EXIT_CODE, RANK_PHASES, S
 from megatron_operator.render import render_pod
 from megatron_operator.settings import Settings
 from megatron_runtime.cli import app
+from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.control_api import create_control_api
 from megatron_runtime.launch.identity import Identity
 from megatron_runtime.launch.options import (
@@ -41,7 +43,7 @@ from megatron_runtime.launch.termination import Outcome
 from megatron_runtime.lifecycle import SIGNALS
 from megatron_runtime.processes.parent_link import EXIT_BAD_INPUT
 from megatron_runtime.processes.supervisor import ChildEnd
-from megatron_runtime.server.parsers import REASONING_PARSERS, TOOL_PARSERS
+from megatron_runtime.server.parsers import REASONING_PARSERS, TOOL_PARSERS, check_parsers
 
 SAMPLE = Path(__file__).parents[2] / "manifests" / "samples" / "smollm2.yaml"
 LEADER = PodIdentity(group=0, attempt=3, index=0, leader=True, template_hash="abc", restarts=2)
@@ -182,7 +184,26 @@ def test_the_runtime_accepts_every_choice_of_the_resource() -> None:
     assert managements <= set(KV_CACHE_MANAGEMENTS)
     policies = {flags_of(rendered(routing={"policy": each.value}))["routing_policy"] for each in RoutingPolicy}
     assert policies <= set(ROUTING_POLICIES)
-    assert [each.value for each in Parser] == [*TOOL_PARSERS, *REASONING_PARSERS]
+    assert [each.value for each in Parser] == list(dict.fromkeys([*TOOL_PARSERS, *REASONING_PARSERS]))
+
+
+@pytest.mark.parametrize(
+    ("parsers", "is_valid"),
+    [
+        (["openai", "openai_gptoss"], True),
+        (["deepseek_v31", "deepseek_v3"], True),
+        (["granite", "qwen3"], True),
+        (["glm45"], True),
+        (["glm45", "granite"], False),
+        (["hermes", "openai"], False),
+        (["qwen3", "openai_gptoss"], False),
+    ],
+)
+def test_both_halves_agree_on_which_parsers_go_together(parsers: list[str], is_valid: bool) -> None:
+    with nullcontext() if is_valid else pytest.raises(InvalidResource, match="same purpose"):
+        rendered(frontend={"parsers": parsers})
+    with nullcontext() if is_valid else pytest.raises(ConfigurationError, match="same purpose"):
+        check_parsers(parsers)
 
 
 def test_a_pod_parses_its_identity() -> None:

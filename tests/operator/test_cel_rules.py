@@ -18,7 +18,7 @@ from planning_support.schema import RULES, SCHEMA, nodes
 from megatron_operator.api.parse import InvalidResource, parse_resource
 
 Schema = Mapping[str, Any]
-TOOLS_OR_REASONING = ["hermes", "mistral", "qwen3", "deepseek_r1"]
+TOOLS_OR_REASONING = ["hermes", "mistral", "qwen3", "deepseek_r1", "glm45", "granite"]
 
 
 def defaulted(schema: Schema, value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,14 +41,12 @@ def lets_through(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
 
 
 def written(form: CallFormat, *calls: tuple[str, Any]) -> str:
-    objects = (json.dumps({"name": name, form.arguments: value}, ensure_ascii=False) for name, value in calls)
-    return form.opening + form.separator.join(form.begin + text + form.end for text in objects) + form.closing
+    return form.text(calls)
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral"])
+@pytest.mark.parametrize("name", [name for name, form in TOOL_FORMATS.items() if not form.call_format.is_single])
 def test_only_calls_of_the_functions_with_arguments_of_their_schemas_pass(tokenizer: Tokenizer, name: str) -> None:
     form = TOOL_FORMATS[name].call_format
-    assert form is not None
     one, several = (guides.calls_grammar(form, FUNCTIONS, several=several) for several in (False, True))
     good = ("weather", {"city": "Köln"})
     assert lets_through(tokenizer, one, written(form, good))
@@ -63,8 +60,7 @@ def test_only_calls_of_the_functions_with_arguments_of_their_schemas_pass(tokeni
 @pytest.mark.parametrize(
     ("form", "tokens"),
     [
-        (TOOL_FORMATS["hermes"].call_format, {}),
-        (TOOL_FORMATS["mistral"].call_format, {}),
+        *((form.call_format, {}) for form in TOOL_FORMATS.values() if form.call_format.has_marker),
         (CallFormat(begin=IMAGINED, end="|"), {IMAGINED: 1}),
         (CallFormat(opening=f"{IMAGINED}[", separator=", ", closing="]"), {IMAGINED: 1}),
     ],
@@ -95,6 +91,99 @@ def test_reasoning_is_unconstrained_and_the_answer_is_not(
 
 def test_unsupported_parameter_schemas_are_refused_with_their_function() -> None:
     form = TOOL_FORMATS["hermes"].call_format
-    assert form is not None
     with pytest.raises(InvalidRequestError, match=r"parameters of 'f'.*Invalid type"):
         guides.calls_grammar(form, {"f": {"type": "what"}})
+
+
+VALUES: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "unit": {"enum": ["K", "C"]},
+        "code": {"type": "string", "pattern": "^[A-Z]{2}$"},
+        "word": {"type": "string", "minLength": 2, "maxLength": 3},
+        "n": {"$ref": "#/$defs/n"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["city", "n"],
+    "$defs": {"n": {"type": "integer", "minimum": 1}},
+}
+GOOD: tuple[dict[str, Any], ...] = (
+    {"city": "Köln\n<b> & so", "n": 3},
+    {"city": "", "unit": "C", "code": "DE", "word": "abc", "n": 1, "tags": ["a", "b"]},
+    {"city": "x", "word": "ab", "n": 12},
+)
+BAD: tuple[dict[str, Any], ...] = (
+    {"city": "x"},
+    {"n": 3},
+    {"city": "x", "n": 0},
+    {"city": "x", "n": "many"},
+    {"city": "x", "unit": "F", "n": 3},
+    {"city": "x", "code": "de", "n": 3},
+    {"city": "x", "word": "abcd", "n": 3},
+    {"city": "x", "n": 3, "more": 1},
+)
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_arguments_of_every_format_match_their_schemas(tokenizer: Tokenizer, name: str) -> None:
+    form = TOOL_FORMATS[name].call_format
+    grammar = guides.calls_grammar(form, {"w": VALUES}, several=False)
+    for arguments in GOOD:
+        assert lets_through(tokenizer, grammar, written(form, ("w", arguments))), arguments
+    for arguments in BAD:
+        assert not lets_through(tokenizer, grammar, written(form, ("w", arguments))), arguments
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_functions_that_allow_any_arguments_get_them(tokenizer: Tokenizer, name: str) -> None:
+    form = TOOL_FORMATS[name].call_format
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": True}
+    grammar = guides.calls_grammar(form, {"w": schema})
+    for arguments in ({}, {"a": 1}, {"b": "x"}, {"a": 1, "b": "x", "c": "y"}):
+        assert lets_through(tokenizer, grammar, written(form, ("w", arguments))), arguments
+    assert not lets_through(tokenizer, grammar, written(form, ("w", {"a": "x"})))
+
+
+def test_a_format_without_json_objects_refuses_what_it_cannot_enforce() -> None:
+    form = TOOL_FORMATS["glm45"].call_format
+    several = {"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+    with pytest.raises(InvalidRequestError, match=r"parameters of 'f': 'anyOf' at the top.*in 'properties'"):
+        guides.calls_grammar(form, {"f": several})
+    with pytest.raises(InvalidRequestError, match="the parameter 'a b' can't be written"):
+        guides.calls_grammar(form, {"f": {"properties": {"a b": {}}}})
+    with pytest.raises(InvalidRequestError, match="the name 'a b' can't be written"):
+        guides.calls_grammar(form, {"a b": {}})
+
+
+CHANNELS = {"<|channel|>": 3, "<|message|>": 4, "<|end|>": 5, "<|start|>": 6, "<|constrain|>": 7}
+"""Special tokens of the model of the tests, in the place of those of gpt-oss."""
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_harmony_has_thoughts_before_a_call_or_an_answer(tokenizer: Tokenizer, has_tokens: bool) -> None:
+    tokens = CHANNELS if has_tokens else {}
+    form = TOOL_FORMATS["openai"].call_format
+    calls = guides.calls_grammar(form, {"w": VALUES}, tokens=tokens)
+    no = guides.lark_grammar('start: "no"')
+
+    def passes(grammar: str, text: str) -> bool:
+        for mark, token in tokens.items():
+            text = text.replace(mark, tokenizer.detokenize([token], skip_special_tokens=False))
+        return lets_through(tokenizer, grammar, text)
+
+    thoughts = "<|channel|>analysis<|message|>A <b>.<|end|><|start|>assistant"
+    aside = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    called = written(form, ("w", GOOD[1]))
+    required = guides.harmony_grammar(calls=calls, may_answer=False, tokens=tokens)
+    either = guides.harmony_grammar(calls=calls, final=no, tokens=tokens)
+    free = guides.harmony_grammar(calls=calls, tokens=tokens)
+    for grammar in (required, either, free):
+        assert passes(grammar, called)
+        assert passes(grammar, thoughts + aside * has_tokens + called)
+        assert not passes(grammar, thoughts)
+        assert not passes(grammar, written(form, ("w", BAD[0])))
+        assert not passes(grammar, called + called)
+    for text, passing in (("no", (either, free)), ("yes", (free,))):
+        for grammar in (required, either, free):
+            assert passes(grammar, f"{thoughts}<|channel|>final<|message|>{text}") is (grammar in passing)

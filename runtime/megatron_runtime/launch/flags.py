@@ -105,7 +105,8 @@ class HttpFlags:
         list[str] | None,
         typer.Option(
             help=f"Parser of tool calls ({', '.join(TOOL_PARSERS)}; default: as the chat template shows)"
-            f" or of reasoning ({', '.join(REASONING_PARSERS)}; default: none); may be repeated."
+            f" or of reasoning ({', '.join(REASONING_PARSERS)}; default: none but for gpt-oss);"
+            " a name of both kinds parses both; may be repeated."
         ),
     ] = None
     page: Annotated[bool, typer.Option(help="Serve a page at / to chat with the model and to watch the service.")] = (

@@ -8,10 +8,12 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.server.bodies.guided import OutputConstraint
 from megatron_runtime.server.bodies.protocol import ChatCompletionBody
 from megatron_runtime.server.bodies.tools import FunctionDefinition, ToolChoice, ToolUse
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.messages.conversation import chat_prompt
+from megatron_runtime.server.messages.message import MessageBuilder
 from megatron_runtime.server.messages.message_format import MessageFormat
 from megatron_runtime.server.parsers import check_parsers
 
@@ -22,6 +24,17 @@ LLAMA = """{%- if not tools is defined %}{%- set tools = none %}{%- endif %}{%- 
 MISTRAL = '{% if tools %}{% endif %}{{ "[TOOL_CALLS]" }}'
 PYTHONIC = '{% if tools %}{{ "[func_name1(params_name1=params_value1, params_name2=params_value2)]" }}{% endif %}'
 CODER = "{% if tools %}<tool_call>\n<function=example_function>\n<parameter=example>{% endif %}"
+HARMONY = "{% if tools %}{% endif %}{{ '<|channel|>analysis<|message|>' }}"
+V3 = "{{ '<｜tool▁sep｜>' + '```json' }}"
+V31 = "{{ '<｜tool▁sep｜>' }}"
+GLM = "{% if tools %}<tool_call>{name}\n<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value></tool_call>{% endif %}"
+KIMI = "{% if tools %}<|im_system|>tool_declare<|im_middle|>{% endif %}"
+MINIMAX = """{% if tools %}{% set begin = '<minimax:tool_call>' %}<invoke name="a"><parameter name="b">{% endif %}"""
+GRANITE = "{% if tools %}<|start_of_role|>available_tools{% endif %}<|tool_call|>"
+PHI = "{% if message['tools'] %}{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}{% endif %}"
+PHI_FUNCTOOLS = '{% if tools %}functools[{"name": [function name]}]{% endif %}'
+GEMMA = "<start_of_turn><start_of_image>"
+LLAMA4 = "{% if tools %}<|header_start|>[func_name1(param1=value1)]{% endif %}"
 UNKNOWN = "{% if tools %}<call f/>{% endif %}"
 
 
@@ -41,6 +54,18 @@ def use(choice: ToolChoice) -> ToolUse:
         (MISTRAL, "mistral"),
         (PYTHONIC, "pythonic"),
         (CODER, "qwen3_coder"),
+        (HARMONY, "openai"),
+        (V3, "deepseek_v3"),
+        (V31, "deepseek_v31"),
+        (GLM, "glm45"),
+        (KIMI, "kimi_k2"),
+        (MINIMAX, "minimax_m2"),
+        (GRANITE, "granite"),
+        (GRANITE.replace("<|tool_call|>", "<tool_call>"), "hermes"),
+        (PHI, "phi4_mini_json"),
+        (PHI_FUNCTOOLS, "phi4_mini_json"),
+        (GEMMA, "gemma3"),
+        (LLAMA4, "llama4_pythonic"),
         ("{{ messages }}", "hermes"),
         ("{% broken", "hermes"),
     ],
@@ -87,6 +112,13 @@ def test_an_unknown_format_of_calls_is_refused_unless_a_call_is_required() -> No
         ("deepseek_r1", "<|Assistant|>", True),
         ("deepseek_r1", "</think> said earlier. <|Assistant|>", True),
         ("hermes", "<think>", None),
+        ("deepseek_v3", "<｜Assistant｜></think>", None),
+        ("deepseek_v3", "<｜Assistant｜><think>", True),
+        ("glm45", "<|assistant|>\n<think></think>", None),
+        ("glm45", "<|assistant|>", False),
+        ("minimax_m2", "]~b]ai\n<think>\n", True),
+        ("granite", "assistant", False),
+        ("openai_gptoss", "<|start|>assistant", None),
     ],
 )
 def test_the_end_of_a_prompt_determines_whether_the_answer_begins_with_reasoning(
@@ -94,6 +126,64 @@ def test_the_end_of_a_prompt_determines_whether_the_answer_begins_with_reasoning
 ) -> None:
     known = tokenizer(QWEN)
     assert MessageFormat(known, [parser]).parsing(ToolUse(), known.tokenize(prompt)).starts_with_reasoning is thoughts
+
+
+def test_a_parser_of_both_kinds_serves_what_another_one_leaves() -> None:
+    def chosen(*names: str) -> tuple[str, bool | None]:
+        parsing = MessageFormat(tokenizer(QWEN), names).parsing(use("auto"), [])
+        assert parsing.format is not None
+        return parsing.format.name, parsing.starts_with_reasoning
+
+    assert chosen("glm45") == ("glm45", False)
+    assert chosen("minimax_m2") == ("minimax_m2", True)
+    assert chosen("deepseek_v3", "deepseek_v31") == ("deepseek_v31", False)
+    assert chosen("deepseek_v3", "deepseek_r1") == ("deepseek_v3", True)
+    assert chosen("harmony") == chosen("openai_gptoss") == ("openai", None)
+    assert chosen("llama4_json") == ("llama3_json", None)
+    with pytest.raises(ConfigurationError, match="glm45 and granite have the same purpose"):
+        check_parsers(["glm45", "granite"])
+    with pytest.raises(ConfigurationError, match="have the same purpose"):
+        check_parsers(["glm45", "hermes", "qwen3"])
+
+
+@pytest.mark.parametrize("choice", ["none", "auto", "required"])
+def test_answers_in_channels_are_parsed_without_configuration(choice: ToolChoice) -> None:
+    marks = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|call|>", "<|return|>"]
+    known = Tokenizer(byte_backend(marks), location="here", eod=END, chat_templates={"default": HARMONY})
+    parsing = MessageFormat(known).parsing(use(choice), known.tokenize("<|start|>assistant"))
+    assert not parsing.is_plain
+    assert parsing.has_parser
+    assert parsing.shown_tokens == set(known.special_tokens(marks).values())
+    said = "<|channel|>analysis<|message|>A<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{}"
+    body = MessageBuilder(parsing)
+    made = parsing.new_parser()
+    body.add([*made.push(said), *made.finish()])
+    message = body.body()
+    assert message["reasoning_content"] == "A"
+    if choice == "none":
+        assert message["content"] == "{}"
+    else:
+        assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
+    assert (parsing.grammar(None) is None) is (choice != "required")
+    only = OutputConstraint("response_format", 'start: "no"', is_response_format=True)
+    assert ("final" in (parsing.grammar(only) or "")) is (choice != "required")
+
+
+def test_strict_functions_of_harmony_may_be_called_or_not() -> None:
+    strict = ToolUse((FunctionDefinition(name="f", strict=True), FunctionDefinition(name="g")), "auto")
+    grammar = MessageFormat(tokenizer(HARMONY)).parsing(strict, []).grammar(None)
+    assert grammar is not None
+    assert "final" in grammar
+    assert "commentary to=functions." in grammar
+
+
+def test_a_function_that_the_models_format_cannot_enforce_is_refused() -> None:
+    several = {"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+    for function in (FunctionDefinition(name="a b"), FunctionDefinition(name="f", parameters=several)):
+        parsing = MessageFormat(tokenizer(GLM)).parsing(ToolUse((function,), "required"), [])
+        with pytest.raises(ApiError, match=f"tools: the parameters of '{function.name}'") as caught:
+            parsing.grammar(None)
+        assert (caught.value.status, caught.value.param) == (400, "tools")
 
 
 RENDERED = """{% for tool in tools %}{{ tool | tojson }};{{ tool.function.parameters.properties.keys() | list }}

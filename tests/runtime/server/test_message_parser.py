@@ -199,8 +199,16 @@ SCRAPS = [
 ]
 texts = st.lists(st.sampled_from(SCRAPS) | st.text(max_size=6), max_size=12).map("".join)
 
+CUT_CALLS = {
+    "hermes": '<tool_call>\n{"name": "w", "argu',
+    "llama3_json": '{"name": "w", "para',
+    "mistral": '[TOOL_CALLS][{"name": "w", ',
+    "pythonic": '[w(city="Par',
+    "qwen3_coder": "<tool_call>\n<function=",
+}
+
 READERS: dict[str, Callable[[], PartParser]] = {
-    **{name: lambda name=name: calls_parser(name) for name in TOOL_FORMATS},  # type: ignore[misc]
+    **{name: lambda name=name: calls_parser(name) for name in CUT_CALLS},  # type: ignore[misc]
     "thinking": lambda: ReasoningParser(in_reasoning=True),
     "both": lambda: MessageParser(ReasoningParser(in_reasoning=False), HERMES.parser({}), most_calls=2),
 }
@@ -240,15 +248,6 @@ def test_every_call_in_a_models_format_is_parsed_with_its_arguments(calls: list[
             if isinstance(start, CallStart) and isinstance(rest, CallArguments)
         ]
         assert found == calls
-
-
-CUT_CALLS = {
-    "hermes": '<tool_call>\n{"name": "w", "argu',
-    "llama3_json": '{"name": "w", "para',
-    "mistral": '[TOOL_CALLS][{"name": "w", ',
-    "pythonic": '[w(city="Par',
-    "qwen3_coder": "<tool_call>\n<function=",
-}
 
 
 def cut(name: str, text: str) -> list[Part]:

@@ -39,11 +39,32 @@ class Parser(StrEnum):
     MISTRAL = "mistral"
     PYTHONIC = "pythonic"
     QWEN3_CODER = "qwen3_coder"
+    OPENAI = "openai"
+    DEEPSEEK_V3 = "deepseek_v3"
+    DEEPSEEK_V31 = "deepseek_v31"
+    GLM45 = "glm45"
+    KIMI_K2 = "kimi_k2"
+    MINIMAX_M2 = "minimax_m2"
+    GRANITE = "granite"
+    PHI4_MINI_JSON = "phi4_mini_json"
+    GEMMA3 = "gemma3"
+    LLAMA4_PYTHONIC = "llama4_pythonic"
     DEEPSEEK_R1 = "deepseek_r1"
     QWEN3 = "qwen3"
+    OPENAI_GPTOSS = "openai_gptoss"
 
 
-TOOL_PARSERS = (Parser.HERMES, Parser.LLAMA3_JSON, Parser.MISTRAL, Parser.PYTHONIC, Parser.QWEN3_CODER)
+REASONING_PARSERS = (Parser.DEEPSEEK_R1, Parser.QWEN3, Parser.OPENAI_GPTOSS)
+"""Parsers only for reasoning."""
+BOTH_PARSERS = (Parser.DEEPSEEK_V3, Parser.GLM45, Parser.KIMI_K2, Parser.MINIMAX_M2, Parser.GRANITE)
+"""Parsers for tool calls and reasoning; beside another parser, for what that one does not parse."""
+TOOL_PARSERS = tuple(parser for parser in Parser if parser not in (*REASONING_PARSERS, *BOTH_PARSERS))
+"""Parsers only for tool calls."""
+
+
+def _same_purpose(kind: tuple[Parser, ...]) -> str:
+    """A CEL expression: at most one of the parsers is of this kind."""
+    return f"self.parsers.filter(p, p in {[each.value for each in kind]}).size() <= 1"
 
 
 class Parallelism(Part):
@@ -135,9 +156,8 @@ class Frontend(Part):
         json_schema_extra={
             "x-kubernetes-validations": [
                 {
-                    "rule": "!has(self.parsers)"
-                    f" || (self.parsers.filter(p, p in {[each.value for each in TOOL_PARSERS]}).size() <= 1"
-                    f" && self.parsers.filter(p, !(p in {[each.value for each in TOOL_PARSERS]})).size() <= 1)",
+                    "rule": f"!has(self.parsers) || ({_same_purpose(TOOL_PARSERS)}"
+                    f" && {_same_purpose(REASONING_PARSERS)} && {_same_purpose(BOTH_PARSERS)})",
                     "message": "spec.frontend.parsers: two of them have the same purpose; choose at most one for tools"
                     " and one for reasoning",
                 }
@@ -150,8 +170,11 @@ class Frontend(Part):
     api_keys_secret: ApiKeysSecret | None = None
     """Requests must carry one of this Secret's keys as a bearer token. Default: no authentication."""
     parsers: list[Parser] = Field(default=[], max_length=2)
-    """Parsers for tool calls (hermes, llama3_json, mistral, pythonic, qwen3_coder) and reasoning (deepseek_r1, qwen3),
-    at most one of each kind. The default tool parser matches the model's chat template."""
+    """Parsers for tool calls (hermes, llama3_json, mistral, pythonic, qwen3_coder, openai, deepseek_v31,
+    phi4_mini_json, gemma3, llama4_pythonic), reasoning (deepseek_r1, qwen3, openai_gptoss) or both (deepseek_v3, glm45,
+    kimi_k2, minimax_m2, granite), at most one of each kind. Beside one for a single purpose, one for both serves the
+    other purpose. The default tool parser matches the model's chat template. Both parsers of gpt-oss are active by
+    default."""
     shared_prefix_cache: Boolean = False
     """Let requests with different API keys use each other's cached prefixes. They are answered sooner, and their users
     can find out what the others asked, by the time of an answer and by cached_tokens."""
@@ -160,8 +183,8 @@ class Frontend(Part):
 
     @model_validator(mode="after")
     def _there_is_one_parser_of_a_kind(self) -> Self:
-        for kind in (True, False):
-            same = [parser.value for parser in self.parsers if (parser in TOOL_PARSERS) is kind]
+        for kind in (TOOL_PARSERS, REASONING_PARSERS, BOTH_PARSERS):
+            same = [parser.value for parser in self.parsers if parser in kind]
             if len(same) > 1:
                 raise misplaced("parsers", same, "these have the same purpose; remove all but one of them")
         return self

@@ -11,6 +11,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, model_validator
 from pydantic_core import PydanticSerializationError, to_json
 
+from megatron_runtime.server.bodies.call_arguments import JoinableArguments
+
 LONGEST_NAME = 128
 NO_PARAMETERS: dict[str, Any] = {"properties": {}}
 """The schema of a function without parameters."""
@@ -83,7 +85,7 @@ class CalledFunction(BaseModel):
 
     def for_template(self) -> dict[str, Any]:
         """The call in the format of chat templates: with the arguments as a mapping."""
-        return {"name": self.name, "arguments": _object(self.arguments)}
+        return {"name": self.name, "arguments": JoinableArguments(_object(self.arguments))}
 
 
 class ToolCall(BaseModel):

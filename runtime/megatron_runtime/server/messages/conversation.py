@@ -9,20 +9,25 @@ from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server.bodies.protocol import ChatCompletionBody, ChatMessage
 from megatron_runtime.server.bodies.sampling import check_characters, check_tokens
 from megatron_runtime.server.errors import ApiError
-from megatron_runtime.server.messages.tool_prompt import with_tools_as_text
+from megatron_runtime.server.messages.tool_parsers.formats import HERMES, format_of_template
+from megatron_runtime.server.messages.tool_parsers.tool_format import ToolFormat
+from megatron_runtime.server.messages.tool_prompt import for_template
 
 _RESERVED_VARIABLES = ("self", "messages", "tools", "add_generation_prompt")
 
 
-def chat_prompt(body: ChatCompletionBody, tokenizer: Tokenizer, longest: int) -> list[int]:
+def chat_prompt(
+    body: ChatCompletionBody, tokenizer: Tokenizer, longest: int, tool_format: ToolFormat | None = None
+) -> list[int]:
     """The tokens of the conversation up to the beginning of the assistant's answer.
 
-    ``longest`` is the maximum length of prompt and answer in tokens.
+    ``longest`` is the maximum length of prompt and answer in tokens. ``tool_format`` describes the tools for templates
+    that do not.
 
     Raises:
         ApiError: 400 when the chat template rejects these messages, or a field is invalid.
     """
-    return with_bos(_chat_tokens(body, tokenizer, longest), body.add_bos, tokenizer)
+    return with_bos(_chat_tokens(body, tokenizer, longest, tool_format), body.add_bos, tokenizer)
 
 
 def with_bos(tokens: list[int], add_bos: bool | None, tokenizer: Tokenizer) -> list[int]:
@@ -33,10 +38,18 @@ def with_bos(tokens: list[int], add_bos: bool | None, tokenizer: Tokenizer) -> l
     return [tokenizer.bos] * add_bos + tokens[first:]
 
 
-def _chat_tokens(body: ChatCompletionBody, tokenizer: Tokenizer, longest: int) -> list[int]:
+def _chat_tokens(
+    body: ChatCompletionBody, tokenizer: Tokenizer, longest: int, tool_format: ToolFormat | None
+) -> list[int]:
     tools = body.tool_use.for_template()
     tokens = render(
-        body.messages, tokenizer, body.chat_template_kwargs, param=body.prompt_param, tools=tools, longest=longest
+        body.messages,
+        tokenizer,
+        body.chat_template_kwargs,
+        param=body.prompt_param,
+        tools=tools,
+        longest=longest,
+        tool_format=tool_format,
     )
     if not body.prevent_retokenization:
         return tokens
@@ -53,6 +66,7 @@ def _chat_tokens(body: ChatCompletionBody, tokenizer: Tokenizer, longest: int) -
         param=body.prompt_param,
         add_generation_prompt=False,
         tools=tools,
+        tool_format=tool_format,
     )
     rest = _after_ends(tokens, sum(token in tokenizer.eos_token_ids for token in closed), tokenizer)
     return tokens if rest is None else known + rest
@@ -67,11 +81,13 @@ def render(
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
     longest: int | None = None,
+    tool_format: ToolFormat | None = None,
 ) -> list[int]:
     """The tokens of the messages in the model's chat template.
 
     ``add_generation_prompt`` appends the beginning of an answer. If the template does not support tools, they are
-    described in the system message. A text that can't fit into ``longest`` tokens is refused.
+    described in the system message in ``tool_format``; None for the format of the template. A text that can't fit into
+    ``longest`` tokens is refused.
     """
     reserved = [name for name in template_kwargs if name in _RESERVED_VARIABLES]
     if reserved:
@@ -79,8 +95,9 @@ def render(
         raise ApiError(400, message, param="chat_template_kwargs")
     rendered = [message.for_template() for message in messages]
     template = tokenizer.chat_template(has_tools=bool(tools))
-    if template is not None and not template.takes_tools:
-        rendered, tools = with_tools_as_text(rendered, tools), None
+    if template is not None:
+        known = tool_format or format_of_template(template.source) or HERMES
+        rendered, tools = for_template(rendered, tools, template, known)
     try:
         prompt = tokenizer.render_chat(
             rendered, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs

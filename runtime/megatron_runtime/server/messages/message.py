@@ -77,8 +77,8 @@ class MessageBuilder:
             case Reasoning(text):
                 self._reasoning.append(text)
                 return _reasoning_field(text) if self._has_reasoning else {}
-            case CallStart(name):
-                self.calls.append(Call(self._call_id(), name))
+            case CallStart(name, own_id):
+                self.calls.append(Call(own_id or self._call_id(), name))
                 return self._call_delta(_call_body(self.calls[-1].id, name, ""))
             case CallArguments(text):
                 self.calls[-1].arguments.append(text)

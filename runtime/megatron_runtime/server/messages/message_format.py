@@ -6,17 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from megatron_runtime.call_format import CallFormat
 from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server.bodies.guided import OutputConstraint
 from megatron_runtime.server.bodies.tools import ToolUse
 from megatron_runtime.server.errors import ApiError
-from megatron_runtime.server.messages import reasoning
 from megatron_runtime.server.messages.message_parser import MessageParser
-from megatron_runtime.server.messages.reasoning import ReasoningParser
-from megatron_runtime.server.messages.tool_parsers.formats import HERMES, TOOL_FORMATS, ToolFormat, format_of_template
+from megatron_runtime.server.messages.reasoning import REASONING_STYLES, THINK, ReasoningParser, ReasoningStyle
+from megatron_runtime.server.messages.tool_parsers.formats import HARMONY, HERMES, TOOL_FORMATS, format_of_template
+from megatron_runtime.server.messages.tool_parsers.tool_format import ToolFormat
 from megatron_runtime.server.parsers import REASONING_PARSERS, TOOL_PARSERS, chosen_parser
 
+_HARMONY_REASONING = "openai_gptoss"
 _TAIL = 64
 """Number of tokens at the end of a prompt that are checked for a reasoning marker."""
 
@@ -27,9 +29,11 @@ class ResponseParsing:
 
     tools: ToolUse = field(default_factory=ToolUse)
     format: ToolFormat | None = None
-    """Format of tool calls; None if none are possible."""
+    """Format of tool calls; None if none are possible and the answer has no channels."""
     starts_with_reasoning: bool | None = None
     """Whether the answer begins with reasoning; None if there is no reasoning or it is not parsed."""
+    style: ReasoningStyle = THINK
+    """The markers of the reasoning."""
     has_parser: bool = False
     """Whether a reasoning parser is configured, so that messages have a field for reasoning."""
     tokens: dict[str, int] = field(default_factory=dict)
@@ -52,16 +56,17 @@ class ResponseParsing:
 
     def new_parser(self) -> MessageParser:
         """A parser for one answer."""
-        return MessageParser(
-            None if self.starts_with_reasoning is None else ReasoningParser(in_reasoning=self.starts_with_reasoning),
-            None
-            if self.format is None
-            else self.format.parser(
-                {function.name: function.schema_of_parameters for function in self.tools.functions}
-            ),
-            most_calls=None if self.tools.is_parallel else 1,
-            **({} if self.format is None else {"begins_call": self.format.begins_call}),
-        )
+        most_calls = None if self.tools.is_parallel else 1
+        if self.starts_with_reasoning is None:
+            thoughts = None
+        else:
+            thoughts = ReasoningParser(in_reasoning=self.starts_with_reasoning, style=self.style)
+        if self.format is None:
+            return MessageParser(thoughts, None, most_calls=most_calls)
+        functions = () if self.tools.choice == "none" else self.tools.functions
+        schemas = {function.name: function.schema_of_parameters for function in functions}
+        calls = self.format.parser(schemas)
+        return MessageParser(thoughts, calls, most_calls=most_calls, begins_call=self.format.begins_call)
 
     def grammar(self, constraint: OutputConstraint | None) -> str | None:
         """The grammar of the whole answer, with ``constraint`` on its content; None for unconstrained answers.
@@ -75,47 +80,67 @@ class ResponseParsing:
             raise ApiError(400, message, param=constraint.param)
         grammar = None if constraint is None else constraint.grammar
         if self.format is not None:
-            grammar = self._with_calls(self.format, constraint)
+            try:
+                grammar = self._of_format(self.format, constraint)
+            except InvalidRequestError as error:
+                raise ApiError(400, f"tools: {error}", param="tools") from error
         if grammar is None or self.starts_with_reasoning is None:
             return grammar
         from megatron_runtime import guides  # Imported here, because most services never use a grammar.
 
         return guides.after_reasoning_grammar(
             grammar,
-            begin=reasoning.BEGIN,
-            end=reasoning.END,
+            begin=self.style.begins[0],
+            end=self.style.ends[0],
             in_reasoning=self.starts_with_reasoning,
             tokens=self.tokens,
         )
 
-    def _with_calls(self, tool_format: ToolFormat, constraint: OutputConstraint | None) -> str | None:
+    def _of_format(self, tool_format: ToolFormat, constraint: OutputConstraint | None) -> str | None:
+        form = tool_format.call_format
+        if tool_format.has_channels:
+            return self._in_channels(form, constraint)
         from megatron_runtime import guides
 
-        try:
-            if self.tools.choice == "required":
-                return self._calls(tool_format, or_text=False)
-            if constraint is not None:
-                may_call = constraint.is_response_format and tool_format.call_format is not None
-                calls = [self._calls(tool_format, or_text=False)] if may_call else []
-                return guides.either_grammar(constraint.grammar, *calls) if calls else constraint.grammar
-            is_strict = any(function.strict for function in self.tools.functions)
-            is_enforceable = tool_format.call_format is not None and bool(tool_format.call_format.marker)
-            return self._calls(tool_format, or_text=True) if is_strict and is_enforceable else None
-        except InvalidRequestError as error:
-            raise ApiError(400, f"tools: {error}", param="tools") from error
+        if self.tools.choice == "required":
+            return self._calls(form)
+        if constraint is not None:
+            calls = [self._calls(form)] if constraint.is_response_format else []
+            return guides.either_grammar(constraint.grammar, *calls) if calls else constraint.grammar
+        return self._calls(form, is_required=False) if self._has_strict_function and form.has_marker else None
 
-    def _calls(self, tool_format: ToolFormat, *, or_text: bool) -> str:
+    def _in_channels(self, form: CallFormat, constraint: OutputConstraint | None) -> str | None:
         from megatron_runtime import guides
 
-        assert tool_format.call_format is not None
+        final = None if constraint is None else constraint.grammar
+        if self.tools.choice == "required":
+            return guides.harmony_grammar(calls=self._calls(form), may_answer=False, tokens=self.tokens)
+        if constraint is not None:
+            may_call = constraint.is_response_format and self.tools.choice != "none"
+            return guides.harmony_grammar(
+                calls=self._calls(form) if may_call else None, final=final, tokens=self.tokens
+            )
+        if self.tools.choice == "none" or not self._has_strict_function:
+            return None
+        calls = self._calls(form, is_required=False, or_text=False)
+        return guides.harmony_grammar(calls=calls, tokens=self.tokens)
+
+    @property
+    def _has_strict_function(self) -> bool:
+        return any(function.strict for function in self.tools.functions)
+
+    def _calls(self, form: CallFormat, *, is_required: bool = True, or_text: bool | None = None) -> str:
+        """A grammar for calls. Unless they are required, it permits text too, and any arguments without ``strict``."""
+        from megatron_runtime import guides
+
         return guides.calls_grammar(
-            tool_format.call_format,
+            form,
             {
-                function.name: function.schema_of_parameters if function.strict or not or_text else _ANY_ARGUMENTS
+                function.name: function.schema_of_parameters if function.strict or is_required else _ANY_ARGUMENTS
                 for function in self.tools.callable_functions
             },
             several=self.tools.is_parallel and self.tools.named is None,
-            or_text=or_text,
+            or_text=not is_required if or_text is None else or_text,
             tokens=self.tokens,
         )
 
@@ -138,25 +163,48 @@ class MessageFormat:
             ApiError: 400 when the format of the model's tool calls is unknown.
         """
         tool_format = self._format(tools)
-        starts_with_reasoning = self._starts_with_reasoning(prompt)
+        style = self._style
+        starts_with_reasoning = None if style is None else _starts_with_reasoning(style, self._tail(prompt))
         markers = list(tool_format.markers if tool_format else ())
-        if starts_with_reasoning is not None:
-            markers += [reasoning.BEGIN, reasoning.END]
+        if style is not None and starts_with_reasoning is not None:
+            markers += style.markers
+        has_channels = tool_format is not None and tool_format.has_channels
+        special = self._tokenizer.special_tokens(markers)
         return ResponseParsing(
             tools=tools,
             format=tool_format,
             starts_with_reasoning=starts_with_reasoning,
-            has_parser=self._reasoning_parser is not None,
-            tokens=self._tokenizer.special_tokens(markers),
+            style=style or THINK,
+            has_parser=self._reasoning_parser is not None or has_channels,
+            # A token that ends the answer is not part of its text.
+            tokens={text: token for text, token in special.items() if token not in self._tokenizer.eos_token_ids},
         )
 
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """The configured format of tool calls, or that of the chat template; None if it is unknown."""
+        template = self._tokenizer.chat_template(has_tools=True)
+        found = None if template is None else format_of_template(template.source)
+        if self._reasoning_parser == _HARMONY_REASONING:
+            return HARMONY
+        if self._tool_parser is not None:
+            is_found = found is not None and found.name == self._tool_parser
+            return found if is_found else TOOL_FORMATS[self._tool_parser]
+        if found is None and (template is None or not template.takes_tools):
+            return HERMES  # tool_prompt.py describes it
+        return found
+
+    @cached_property
+    def _style(self) -> ReasoningStyle | None:
+        has_channels = self.tool_format is not None and self.tool_format.has_channels
+        return None if has_channels or self._reasoning_parser is None else REASONING_STYLES[self._reasoning_parser]
+
     def _format(self, tools: ToolUse) -> ToolFormat | None:
+        known = self.tool_format
         if tools.choice == "none":
-            return None
-        known = TOOL_FORMATS[self._tool_parser] if self._tool_parser else self._format_of_template
-        if tools.choice == "required":
-            # A required call needs a format with a grammar, even if the chat template shows the model another one.
-            return known if known is not None and known.call_format is not None else HERMES
+            return known if known is not None and known.has_channels else None
+        if known is None and tools.choice == "required":
+            return HERMES  # A required call needs a format with a grammar, even if the model knows another one.
         if known is None:
             message = (
                 "tools: the model's chat template has no known format of tool calls; start the server with one of "
@@ -165,17 +213,11 @@ class MessageFormat:
             raise ApiError(400, message, param="tools")
         return known
 
-    @cached_property
-    def _format_of_template(self) -> ToolFormat | None:
-        template = self._tokenizer.chat_template(has_tools=True)
-        if template is None or not template.takes_tools:
-            return HERMES  # the format of tool_prompt.py
-        return format_of_template(template.source)
+    def _tail(self, prompt: Sequence[int]) -> str:
+        return self._tokenizer.detokenize(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
 
-    def _starts_with_reasoning(self, prompt: Sequence[int]) -> bool | None:
-        if self._reasoning_parser is None:
-            return None
-        tail = self._tokenizer.detokenize(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
-        if tail.endswith(reasoning.END):
-            return None
-        return self._reasoning_parser == "deepseek_r1" or tail.endswith(reasoning.BEGIN)
+
+def _starts_with_reasoning(style: ReasoningStyle, tail: str) -> bool | None:
+    if tail.endswith(style.ends):
+        return None
+    return style.is_certain or tail.endswith(style.begins)

@@ -27,6 +27,8 @@ class CallStart:
     """The beginning of a tool call."""
 
     name: str
+    id: str | None = None
+    """The id that the model gave to the call; None if its format has none."""
 
 
 @dataclass(frozen=True)

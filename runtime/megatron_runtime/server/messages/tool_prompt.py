@@ -1,50 +1,123 @@
-"""Describes tools in the system message, in Hermes' format, for chat templates without tool support."""
+"""Adapts the messages of a chat to its template: tools, calls, results and reasoning of earlier turns."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from megatron_runtime.model.tokenizer.chat_template import ChatTemplate
+from megatron_runtime.server.messages.tool_parsers.tool_format import ToolFormat
+
 Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]] | None
 
 _BEFORE = """You can call functions. These are there, each as JSON on a line of its own:
 <tools>
 """
 _AFTER = """
 </tools>
-To call one, answer with its name and its arguments as JSON, like this:
-<tool_call>
-{"name": <name of the function>, "arguments": <object with its parameters>}
-</tool_call>
-The result comes back within <tool_response></tool_response>. Call none where the answer needs none."""
+To call one, answer with its name and its arguments, like this:
+{example}
+{results}Call none where the answer needs none."""
+_RESULTS = "The result comes back within <tool_response></tool_response>. "
+_SYSTEM_TOOLS = re.compile(r"message(\.tools\b|\[['\"]tools['\"]\])")
+_TESTS_FOR_NONE = re.compile(r"content(['\"]\])? is none")
+_KIMI_ID = re.compile(r"functions\.[^:]+:\d+")
 
 
-def with_tools_as_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """The conversation with tools, calls and results converted to plain messages."""
-    plain = [_as_text(message) for message in messages]
+def for_template(
+    messages: Sequence[Message], tools: Tools, template: ChatTemplate, tool_format: ToolFormat
+) -> tuple[list[dict[str, Any]], Tools]:
+    """The messages and tools in the form that the template expects.
+
+    A template without tool support gets the tools as part of the system message, in the words of ``tool_format``, and
+    calls and results of earlier turns as text unless it has a form for them.
+    """
+    plain = [dict(message) for message in messages]
+    if tool_format.has_channels:
+        plain = [_with_thinking(message) for message in plain]
+    if tool_format.name == "kimi_k2":
+        plain = _with_numbered_calls(plain)
+    if _TESTS_FOR_NONE.search(template.source):
+        # DeepSeek-R1's template renders the calls only of messages without content.
+        plain = [{**each, "content": each["content"] or None} if each.get("tool_calls") else each for each in plain]
+    if template.takes_tools:
+        return plain, tools
+    has_calls = "tool_calls" in template.source
+    if not has_calls:
+        plain = _merged([_as_text(message, tool_format) for message in plain])
     if not tools:
-        return plain
-    description = _BEFORE + "\n".join(_json(tool["function"]) for tool in tools) + _AFTER
-    if plain and plain[0]["role"] == "system":
-        first = plain[0]
-        return [{**first, "content": f"{first['content']}\n\n{description}"}, *plain[1:]]
-    return [{"role": "system", "content": description}, *plain]
+        return plain, None
+    if _SYSTEM_TOOLS.search(template.source):  # Phi-4-mini's
+        return _in_system_message(plain, tools=_json([tool["function"] for tool in tools])), None
+    listed = "\n".join(_json(tool["function"]) for tool in tools)
+    after = _AFTER.format(example=tool_format.example, results="" if has_calls else _RESULTS)
+    return _in_system_message(plain, text=_BEFORE + listed + after), None
 
 
-def _as_text(message: Message) -> dict[str, Any]:
+def _in_system_message(messages: list[dict[str, Any]], *, text: str = "", **fields: Any) -> list[dict[str, Any]]:
+    if messages and messages[0]["role"] == "system":
+        first, *rest = messages
+        content = "\n\n".join(part for part in (first["content"], text) if part)
+    else:
+        first, rest, content = {"role": "system"}, messages, text
+    return [{**first, "content": content, **fields}, *rest]
+
+
+def _as_text(message: dict[str, Any], tool_format: ToolFormat) -> dict[str, Any]:
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-    calls = message.get("tool_calls")
+    calls = message.pop("tool_calls", None)
     if not calls:
-        return dict(message)
+        return message
+    functions = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
     content = [message["content"]] if message["content"] else []
-    rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**rest, "content": "\n".join([*content, *_calls(calls)])}
+    return {**message, "content": "\n".join([*content, tool_format.call_format.text(functions)])}
 
 
-def _calls(calls: Iterable[Mapping[str, Any]]) -> Iterable[str]:
-    return (f"<tool_call>\n{_json(call['function'])}\n</tool_call>" for call in calls)
+def _merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with neighbouring results as one message: some templates require alternating roles."""
+    merged: list[dict[str, Any]] = []
+    for message in messages:
+        is_result = message["content"].startswith("<tool_response>") and message["role"] == "user"
+        if is_result and merged and merged[-1]["content"].endswith("</tool_response>"):
+            merged[-1] = {**merged[-1], "content": f"{merged[-1]['content']}\n{message['content']}"}
+        else:
+            merged.append(message)
+    return merged
+
+
+def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its reasoning under the name in templates of Harmony.
+
+    They reject reasoning beside content and a call.
+    """
+    thoughts = message.get("reasoning_content") or message.get("reasoning")
+    if message["role"] != "assistant" or not thoughts or (message["content"] and message.get("tool_calls")):
+        return message
+    return {"thinking": thoughts, **message}
+
+
+def _with_numbered_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with ids of the form ``functions.name:number``, which Kimi's template writes into the prompt."""
+    ids: dict[str, str] = {}
+    number = 0
+    found = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            known = call.get("id") or ""
+            new = known if _KIMI_ID.fullmatch(known) else f"functions.{call['function']['name']}:{number}"
+            calls.append({**call, "id": new})
+            ids[known] = new
+            number += 1
+        changed: dict[str, Any] = {"tool_calls": calls} if calls else {}
+        if (answered := message.get("tool_call_id")) in ids:
+            changed["tool_call_id"] = ids[answered]
+        found.append({**message, **changed})
+    return found
 
 
 def _json(value: Any) -> str:

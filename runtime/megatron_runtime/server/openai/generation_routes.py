@@ -46,8 +46,9 @@ class _AnswerFormat:
 
 
 def _chat_prompts(body: ChatCompletionBody, frontend: FrontendContext) -> tuple[list[list[int]], ResponseParsing]:
-    prompt = chat_prompt(body, frontend.tokenizer, frontend.options.max_sequence_length)
-    return [prompt], frontend.message_format.parsing(body.tool_use, prompt)
+    form = frontend.message_format
+    prompt = chat_prompt(body, frontend.tokenizer, frontend.options.max_sequence_length, form.tool_format)
+    return [prompt], form.parsing(body.tool_use, prompt)
 
 
 def _completion_prompts(body: CompletionBody, frontend: FrontendContext) -> tuple[list[list[int]], ResponseParsing]:
@@ -62,6 +63,7 @@ def _response_prompts(body: ResponsesBody, frontend: FrontendContext) -> tuple[l
         param="input",
         tools=body.tool_use.for_template(),
         longest=frontend.options.max_sequence_length,
+        tool_format=frontend.message_format.tool_format,
     )
     return [prompt], frontend.message_format.parsing(body.tool_use, prompt)
 

@@ -64,7 +64,8 @@ def token_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
     async def to_tokens(body: TokenizeBody, request: Request) -> Response:
         frontend.check_model(body.model or frontend.options.served_name)
         longest, size = frontend.options.max_sequence_length, len(await request.body())
-        return JsonResponse(await frontend.large_bodies.run(size, tokenize, body, frontend.tokenizer, longest))
+        form = frontend.message_format.tool_format
+        return JsonResponse(await frontend.large_bodies.run(size, tokenize, body, frontend.tokenizer, longest, form))
 
     @router.post(
         "/detokenize",

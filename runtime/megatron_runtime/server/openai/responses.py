@@ -103,8 +103,8 @@ class _Response:
             case Reasoning(text):
                 if not self._items or not isinstance(self._items[-1], ReasoningItem):
                     yield from self._open(ReasoningItem(len(self._items), item_number()))
-            case CallStart(name):
-                called = {"name": name, "call_id": self._answer.parsing.call_id()}
+            case CallStart(name, own_id):
+                called = {"name": name, "call_id": own_id or self._answer.parsing.call_id()}
                 yield from self._open(FunctionCallItem(len(self._items), item_number(), **called))
                 return
             case _:

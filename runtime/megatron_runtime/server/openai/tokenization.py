@@ -13,6 +13,7 @@ from megatron_runtime.server.bodies.sampling import check_tokens
 from megatron_runtime.server.bodies.tools import Tool
 from megatron_runtime.server.errors import ApiError, check_text
 from megatron_runtime.server.messages.conversation import render
+from megatron_runtime.server.messages.tool_parsers.tool_format import ToolFormat
 
 MAX_CHARACTERS = 2**20
 """Of a text to tokenize, which takes a hundred bytes of memory for each."""
@@ -44,7 +45,9 @@ class DetokenizeBody(BaseModel):
     tokens: list[TokenId]
 
 
-def tokenize(body: TokenizeBody, tokenizer: Tokenizer, longest: int) -> dict[str, Any]:
+def tokenize(
+    body: TokenizeBody, tokenizer: Tokenizer, longest: int, tool_format: ToolFormat | None = None
+) -> dict[str, Any]:
     """The tokens, their count, and the maximum length of a prompt and its answer."""
     if body.messages is None:
         _check_characters(body.prompt or "")
@@ -57,6 +60,7 @@ def tokenize(body: TokenizeBody, tokenizer: Tokenizer, longest: int) -> dict[str
             param="messages",
             add_generation_prompt=body.add_generation_prompt,
             tools=[tool.function.for_template() for tool in body.tools] or None,
+            tool_format=tool_format,
         )
     texts = None
     if body.return_token_strs:

@@ -1,4 +1,4 @@
-"""Calls in the format of Llama 3: the answer is ``{"name": ..., "parameters": {...}}``, or several separated by
+"""Calls in the format of Llama 3 and 4: the answer is ``{"name": ..., "parameters": {...}}``, or several separated by
 ``;``."""
 
 from __future__ import annotations
@@ -6,11 +6,14 @@ from __future__ import annotations
 from megatron_runtime.server.messages.message_parts import Content, Part
 from megatron_runtime.server.messages.tool_parsers.json_call import JsonCall
 
-TAG = "<|python_tag|>"
+TAGS = ("<|python_tag|>", "<|python_start|>")
+"""Optional markers before the calls, of Llama 3 and Llama 4."""
+END = "<|python_end|>"
+"""Optional marker after the calls."""
 
 
 class Llama3JsonParser:
-    """A ``PartParser``. Calls are parsed only at the beginning of the text; the tag before them is optional."""
+    """A ``PartParser``. Calls are parsed only at the beginning of the text; the tags around them are optional."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -43,10 +46,14 @@ class Llama3JsonParser:
     def _find_call(self) -> bool:
         """Whether it is certain that a call or content follows."""
         rest = self._held.lstrip(" \t\r\n;,") if self._has_called else self._held.lstrip()
-        if not self._has_called and rest.startswith(TAG):
-            rest = rest[len(TAG) :].lstrip()
-        elif not rest or (not self._has_called and TAG.startswith(rest)):
+        tags = (END,) if self._has_called else TAGS
+        if any(tag.startswith(rest) and tag != rest for tag in tags):
             return False
+        tag = next((tag for tag in tags if rest.startswith(tag)), "")
+        if tag == END:
+            self._held, self._is_text = rest.removeprefix(END), True
+            return True
+        rest = rest.removeprefix(tag).lstrip()
         if not rest:
             return False
         if rest[0] == "{":

@@ -1,10 +1,12 @@
-"""Calls in the format of Llama 3.2, Llama 4 and ToolACE: a list of Python calls, ``[f(a=1), g(b="x")]``."""
+"""Calls in the format of Llama 3.2, Llama 4, Gemma 3 and ToolACE: a list of Python calls, ``[f(a=1), g(b="x")]``."""
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 import warnings
+from collections.abc import Iterator
 from enum import Enum, auto
 from typing import Any
 
@@ -12,20 +14,32 @@ from megatron_runtime.server.messages.message_parts import CallArguments, CallSt
 
 BEGIN = "<|python_start|>"
 END = "<|python_end|>"
+FENCE = "```"
 _JSON_NAMES = {"true": True, "false": False, "null": None}
+_FENCED = re.compile(r"```(?:tool_code|python|json)?[ \t]*\r?\n\s*")
+_BEFORE_FENCED = re.compile(r"`{1,3}|```[a-z_]{1,9}[ \t\r]*|```(?:tool_code|python|json)?[ \t]*\r?\n\s*")
+_PRINTED = re.compile(r"^print\((.*)\)$")
+_NAME = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*\(")
 
 
 class _PythonicState(Enum):
     BEFORE = auto()
     LIST = auto()
+    LINES = auto()
     ENDING = auto()
     CONTENT = auto()
 
 
 class PythonicParser:
-    """A ``PartParser``. Calls are parsed only at the beginning of the text; each is emitted when it is complete."""
+    """A ``PartParser``. Calls are parsed only at the beginning of the text; each is emitted when it is complete.
 
-    def __init__(self) -> None:
+    Args:
+        may_be_fenced: Whether the calls may be a code block in Markdown, also as lines instead of a list.
+    """
+
+    def __init__(self, *, may_be_fenced: bool = False) -> None:
+        self._may_be_fenced = may_be_fenced
+        self._end = END
         self._state = _PythonicState.BEFORE
         self._held = ""
         self._opening = ""
@@ -39,6 +53,8 @@ class PythonicParser:
             self._find_list()
         if self._state is _PythonicState.LIST:
             parts += self._go_on()
+        if self._state is _PythonicState.LINES:
+            parts += self._read_lines()
         if self._state is _PythonicState.ENDING:
             self._find_end()
         if self._state is _PythonicState.CONTENT:
@@ -52,19 +68,38 @@ class PythonicParser:
 
     def _find_list(self) -> None:
         rest = self._held.lstrip()
-        if BEGIN.startswith(rest):
+        if BEGIN.startswith(rest) or (self._may_be_fenced and _BEFORE_FENCED.fullmatch(rest)):
             return
+        fenced = _FENCED.match(rest) if self._may_be_fenced else None
+        if fenced is not None:
+            rest, self._end = rest[fenced.end() :], FENCE
         rest = rest.removeprefix(BEGIN).lstrip()
         if rest.startswith("["):
             self._opening, self._held = self._held[: len(self._held) - len(rest) + 1], rest[1:]
             self._state = _PythonicState.LIST
+        elif fenced is not None:
+            self._opening, self._held = self._held[: len(self._held) - len(rest)], rest
+            self._state = _PythonicState.LINES
         elif rest:
             self._state = _PythonicState.CONTENT
 
+    def _read_lines(self) -> list[Part]:
+        """Reads a code block with one call per line, once it is complete."""
+        block, end, rest = self._held.partition(FENCE)
+        if not end:
+            return []
+        self._state = _PythonicState.CONTENT
+        calls = [_call(_PRINTED.sub(r"\1", line.strip())) for line in block.splitlines() if line.strip()]
+        if not calls or None in calls:
+            self._held, self._opening = self._opening + self._held, ""
+            return []
+        self._held, self._opening = rest, ""
+        return [part for call in calls for part in call or ()]
+
     def _find_end(self) -> None:
         rest = self._held.lstrip()
-        if not END.startswith(rest) or rest == END:
-            self._held = rest.removeprefix(END)
+        if not self._end.startswith(rest) or rest == self._end:
+            self._held = rest.removeprefix(self._end)
             self._state = _PythonicState.CONTENT
 
     def _go_on(self) -> list[Part]:
@@ -134,20 +169,52 @@ class _Elements:
 
 def _call(source: str) -> list[Part] | None:
     """The parts of a Python call expression; None for anything else."""
+    name = _NAME.match(source)
+    if name is None:
+        return None
+    # Names of functions may have characters that Python's have not.
+    source = f"f{source[name.end() - 1 :]}"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in strings
             tree = ast.parse(source, mode="eval").body
-        if not isinstance(tree, ast.Call) or tree.args or any(word.arg is None for word in tree.keywords):
+        if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name):
             return None
-        arguments = {word.arg: _value(word.value) for word in tree.keywords}
+        if tree.args or any(word.arg is None for word in tree.keywords):
+            return None
+        arguments = {word.arg: _value(word.value, source) for word in tree.keywords}
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text.encode()
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
-    return [CallStart(ast.unparse(tree.func)), CallArguments(text)]
+    return [CallStart(name[1]), CallArguments(text)]
 
 
-def _value(node: ast.expr) -> Any:
-    if isinstance(node, ast.Name) and node.id in _JSON_NAMES:
-        return _JSON_NAMES[node.id]
-    return ast.literal_eval(node)
+def _value(node: ast.expr, source: str) -> Any:
+    for inner in _strings_in_json(node, source):
+        inner.value = json.loads(ast.get_source_segment(source, inner) or "")
+    return ast.literal_eval(_JsonNames().visit(node))
+
+
+def _strings_in_json(node: ast.expr, source: str) -> Iterator[ast.Constant]:
+    """The strings with escapes of JSON that Python reads differently."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
+            text = ast.get_source_segment(source, inner) or ""
+            if "\\" in text and _is_json(text):
+                yield inner
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+class _JsonNames(ast.NodeTransformer):
+    """Replaces the constants of JSON."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
