@@ -8,6 +8,7 @@ from functools import cached_property
 
 from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.server.bodies.guided import OutputConstraint
 from megatron_runtime.server.bodies.tools import ToolUse
 from megatron_runtime.server.errors import ApiError
@@ -63,6 +64,27 @@ class ResponseParsing:
             **({} if self.format is None else {"begins_call": self.format.begins_call}),
         )
 
+    def limit_thinking(self, params: SamplingParams) -> None:
+        """Completes ``thinking_token_budget`` with the markers of the reasoning; answers without reasoning have no
+        budget.
+
+        Raises:
+            ApiError: 400 without a parser for reasoning, whose markers the budget needs.
+        """
+        if params.thinking_token_budget is None:
+            return
+        if not self.has_parser:
+            message = (
+                "thinking_token_budget: the reasoning of the answer is unknown; start the server with one of "
+                f"--parsers {' | '.join(REASONING_PARSERS)}, and send a chat or a response"
+            )
+            raise ApiError(400, message, param="thinking_token_budget")
+        if self.starts_with_reasoning is None:
+            params.thinking_token_budget = None
+            return
+        params.thinking_begin = "" if self.starts_with_reasoning else reasoning.BEGIN
+        params.thinking_end = reasoning.END
+
     def grammar(self, constraint: OutputConstraint | None) -> str | None:
         """The grammar of the whole answer, with ``constraint`` on its content; None for unconstrained answers.
 
@@ -98,7 +120,9 @@ class ResponseParsing:
                 may_call = constraint.is_response_format and tool_format.call_format is not None
                 calls = [self._calls(tool_format, or_text=False)] if may_call else []
                 return guides.either_grammar(constraint.grammar, *calls) if calls else constraint.grammar
-            is_strict = any(function.strict for function in self.tools.functions)
+            is_strict = self.tools.allowed is not None or any(
+                function.strict for function in self.tools.callable_functions
+            )
             is_enforceable = tool_format.call_format is not None and bool(tool_format.call_format.marker)
             return self._calls(tool_format, or_text=True) if is_strict and is_enforceable else None
         except InvalidRequestError as error:
@@ -131,14 +155,19 @@ class MessageFormat:
         self._tool_parser = chosen_parser(parsers, TOOL_PARSERS)
         self._reasoning_parser = chosen_parser(parsers, REASONING_PARSERS)
 
-    def parsing(self, tools: ToolUse, prompt: Sequence[int]) -> ResponseParsing:
+    def parsing(self, tools: ToolUse, prompt: Sequence[int], continued: str | None = None) -> ResponseParsing:
         """How the answers to a prompt are parsed.
+
+        Args:
+            tools: The tools of the request.
+            prompt: Its tokens.
+            continued: The beginning of the answer if it is part of the prompt.
 
         Raises:
             ApiError: 400 when the format of the model's tool calls is unknown.
         """
         tool_format = self._format(tools)
-        starts_with_reasoning = self._starts_with_reasoning(prompt)
+        starts_with_reasoning = self._starts_with_reasoning(prompt, continued)
         markers = list(tool_format.markers if tool_format else ())
         if starts_with_reasoning is not None:
             markers += [reasoning.BEGIN, reasoning.END]
@@ -172,9 +201,11 @@ class MessageFormat:
             return HERMES  # the format of tool_prompt.py
         return format_of_template(template.source)
 
-    def _starts_with_reasoning(self, prompt: Sequence[int]) -> bool | None:
+    def _starts_with_reasoning(self, prompt: Sequence[int], continued: str | None) -> bool | None:
         if self._reasoning_parser is None:
             return None
+        if continued is not None and continued.strip():
+            return True if continued.rfind(reasoning.BEGIN) > continued.rfind(reasoning.END) else None
         tail = self._tokenizer.detokenize(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
         if tail.endswith(reasoning.END):
             return None

@@ -15,6 +15,7 @@ from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server import documentation
 from megatron_runtime.server.bodies.protocol import ChatCompletionBody, CompletionBody, GenerationBody
 from megatron_runtime.server.bodies.responses_protocol import ResponsesBody
+from megatron_runtime.server.bodies.sampling import truncated
 from megatron_runtime.server.body_route import BodyRoute, body_route
 from megatron_runtime.server.documentation import answers, request_example
 from megatron_runtime.server.frontend_context import FrontendContext
@@ -46,8 +47,11 @@ class _AnswerFormat:
 
 
 def _chat_prompts(body: ChatCompletionBody, frontend: FrontendContext) -> tuple[list[list[int]], ResponseParsing]:
-    prompt = chat_prompt(body, frontend.tokenizer, frontend.options.max_sequence_length)
-    return [prompt], frontend.message_format.parsing(body.tool_use, prompt)
+    options = frontend.options
+    trusts = options.http.trust_request_chat_template
+    prompt = chat_prompt(body, frontend.tokenizer, options.max_sequence_length, trusts_templates=trusts)
+    continued = str(body.messages[-1].for_template()["content"]) if body.continue_final_message else None
+    return [prompt], frontend.message_format.parsing(body.tool_use, prompt, continued)
 
 
 def _completion_prompts(body: CompletionBody, frontend: FrontendContext) -> tuple[list[list[int]], ResponseParsing]:
@@ -58,11 +62,13 @@ def _response_prompts(body: ResponsesBody, frontend: FrontendContext) -> tuple[l
     prompt = render(
         body.messages,
         frontend.tokenizer,
-        body.chat_template_kwargs,
+        body.template_variables,
         param="input",
         tools=body.tool_use.for_template(),
         longest=frontend.options.max_sequence_length,
+        is_truncated=body.truncate_prompt_tokens is not None,
     )
+    prompt = truncated(prompt, body, frontend.options.max_sequence_length)
     return [prompt], frontend.message_format.parsing(body.tool_use, prompt)
 
 
@@ -148,6 +154,8 @@ def _new_answer(frontend: FrontendContext, body: GenerationBody, prepared: _Prep
     uuid = prepared.tasks[0].uuid
     if frontend.options.http.megatron_http and uuid is not None:
         return Answer(body, prepared.prompts, "", prepared.parsing, number=uuid.hex())
+    if body.request_id is not None:
+        return Answer(body, prepared.prompts, style.id_prefix, prepared.parsing, number=body.request_id)
     return Answer(body, prepared.prompts, style.id_prefix, prepared.parsing)
 
 
