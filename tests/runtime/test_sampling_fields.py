@@ -24,7 +24,7 @@ STRICTER: dict[str, dict[str, Any]] = {"temperature": {"maximum": 2.0}, "top_p":
 
 
 def rows_of_page() -> dict[str, list[str]]:
-    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.read_text().partition("\n## ")[0], re.MULTILINE)
     return {name: cells.split(" | ") for name, cells in rows}
 
 
