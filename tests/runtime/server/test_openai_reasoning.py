@@ -41,6 +41,7 @@ def pod(pod_type: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
     model = write_tiny_checkpoint(folder / "tiny", longest=1024, marks=MARKS, chat_template=TEMPLATE)
     (model / "generation_config.json").write_text(json.dumps({"temperature": 0.25, "top_p": 0.5, "max_new_tokens": 90}))
     flags = "--dtype float32 --kv-cache-memory 16Mi --frontend-replicas 1 --parsers deepseek_r1"
+    flags += " --trust-request-chat-template"
     pod = pod_type(folder, "--model", str(model), *flags.split())
     try:
         yield pod.wait_ready()
@@ -111,6 +112,12 @@ def test_an_effort_of_none_disables_reasoning(pod: Any) -> None:
     response = pod.post("/v1/responses", fields).json()
     assert [item["type"] for item in response["output"]] == ["message"]
     assert response["reasoning"]["effort"] == "none"
+
+
+def test_a_trusted_request_replaces_the_chat_template(pod: Any) -> None:
+    fields = {"messages": ASKED, "chat_template": "{{ messages[0].content }}?</think>", "max_tokens": 1}
+    tokens = pod.post("/v1/chat/completions", {**fields, "return_token_ids": True}).json()["prompt_token_ids"]
+    assert tokens == [*b"Why??", END_OF_THOUGHTS]
 
 
 def test_requests_have_the_sampling_defaults_of_the_checkpoint(pod: Any) -> None:

@@ -198,6 +198,10 @@ class ResponsesBody(GenerationBody):
     parallel_tool_calls: bool = True
 
     n: Annotated[int, Only(1)] = 1
+    prompt_logprobs: Annotated[int | None, Only(None)] = None
+    max_tool_calls: Annotated[Any, Only(None)] = None
+    enable_response_messages: Annotated[bool, Only(False)] = False
+    previous_input_messages: Annotated[Any, Only(None)] = None
     previous_response_id: Annotated[Any, Only(None)] = None
     conversation: Annotated[Any, Only(None)] = None
     prompt: Annotated[Any, Only(None)] = None

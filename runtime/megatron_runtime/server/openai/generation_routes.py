@@ -66,6 +66,7 @@ def _response_prompts(body: ResponsesBody, frontend: FrontendContext) -> tuple[l
         param="input",
         tools=body.tool_use.for_template(),
         longest=frontend.options.max_sequence_length,
+        add_special_tokens=bool(body.add_special_tokens),
         is_truncated=body.truncate_prompt_tokens is not None,
     )
     prompt = truncated(prompt, body, frontend.options.max_sequence_length)
