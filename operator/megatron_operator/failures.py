@@ -38,6 +38,8 @@ FIELD_OF_FLAG = {
     "--routing-alpha": "spec.routing.alpha",
     "--frontend-replicas": "spec.frontend.replicas",
     "--parsers": "spec.frontend.parsers",
+    "--generation-config": "spec.frontend.generationConfig",
+    "--trust-request-chat-template": "spec.frontend.trustRequestChatTemplate",
     "--no-page": "spec.frontend.page",
     "--drain-timeout": "spec.rollout.drainTimeout",
     "--auto-suspend-after": "spec.autoSuspend.idleAfter",

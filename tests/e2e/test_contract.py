@@ -144,7 +144,11 @@ def test_the_runtime_parses_every_flag_of_the_sample() -> None:
         ({"engine": {"extraArgs": ["--threads-per-rank=2"]}}, {"threads_per_rank": 2}),
         ({"rollout": {"drainTimeout": "1500ms"}}, {"drain_timeout": 1.5}),
         ({"frontend": {"parsers": ["hermes", "qwen3"]}}, {"parsers": ["hermes", "qwen3"], "page": True}),
-        ({"frontend": {"page": False}}, {"page": False}),
+        ({"frontend": {"page": False}}, {"page": False, "generation_config": "auto"}),
+        (
+            {"frontend": {"generationConfig": "vllm", "trustRequestChatTemplate": True}},
+            {"generation_config": "vllm", "trust_request_chat_template": True},
+        ),
     ],
 )
 def test_the_runtime_parses_every_option_of_the_resource(spec: dict[str, Any], expected: dict[str, Any]) -> None:

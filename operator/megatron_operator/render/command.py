@@ -61,6 +61,10 @@ def arguments(resource: MegatronInference, *, max_restarts: int) -> list[str]:
     words += [f"--parsers={parser.value}" for parser in spec.frontend.parsers]
     if spec.frontend.shared_prefix_cache:
         words.append("--shared-prefix-cache")
+    if spec.frontend.generation_config != "auto":
+        words.append(f"--generation-config={spec.frontend.generation_config}")
+    if spec.frontend.trust_request_chat_template:
+        words.append("--trust-request-chat-template")
     if not spec.frontend.page:
         words.append("--no-page")
     return [*words, *engine.extra_args]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.server.generation_config import sampling_defaults
 from megatron_runtime.server.listening_socket import bind
 from megatron_runtime.server.options import FrontendOptions, HttpOptions
 
@@ -43,7 +44,7 @@ class ServeConfig:
         """The options of the frontends for a coordinator.
 
         Raises:
-            ConfigurationError: The tokenizer was not read from a file.
+            ConfigurationError: The tokenizer was not read from a file, or its sampling defaults are invalid.
         """
         return FrontendOptions(
             coordinator_address=coordinator_address,
@@ -53,6 +54,7 @@ class ServeConfig:
             replicas=self.frontend_replicas,
             request_timeout=self.request_timeout,
             http=self.http,
+            sampling_defaults=sampling_defaults(self.http, tokenizer.location),
         )
 
     def listening_socket(self) -> socket.socket:

@@ -102,12 +102,11 @@ class Admission:
             replayed_routing=replayed,
         )
 
-    def _require_known(self, biased: Iterable[int]) -> None:
-        for token in biased:
+    def _require_known(self, field: str, tokens: Iterable[int]) -> None:
+        for token in tokens:
             if token >= self._vocab_size:
                 raise InvalidRequestError(
-                    f"logit_bias: {token} is not a token id; the model has 0 to {self._vocab_size - 1}",
-                    field="logit_bias",
+                    f"{field}: {token} is not a token id; the model has 0 to {self._vocab_size - 1}", field=field
                 )
 
     def _block_hashes(self, tokens: list[int], salt: str | None) -> list[int]:
@@ -126,7 +125,8 @@ class Admission:
                 "has no logits of prompts; set skip_prompt_log_probs",
                 field="skip_prompt_log_probs",
             )
-        self._require_known(params.logit_bias or ())
+        self._require_known("logit_bias", params.logit_bias or ())
+        self._require_known("allowed_token_ids", params.allowed_token_ids or ())
         if params.grammar is not None:
             compiled_grammars(self._tokenizer).check(params.grammar)
 

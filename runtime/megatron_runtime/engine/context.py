@@ -17,6 +17,7 @@ from megatron_runtime.engine.context_limits import ContextLimits
 from megatron_runtime.engine.routing_store import ExpertRouting
 from megatron_runtime.engine.sampling.grammar import RequestGuide
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules, SamplingTable
+from megatron_runtime.engine.sampling.thinking import ThinkingLimit
 from megatron_runtime.engine.scheduling.block_allocator import BlockAllocator
 from megatron_runtime.engine.scheduling.prefix_cache import PrefixCache
 from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice
@@ -150,13 +151,14 @@ class DynamicInferenceContext:
         stop_ids: Collection[int] = (),
         bad_sequences: Collection[tuple[int, ...]] = (),
         guide: RequestGuide | None = None,
+        thinking: ThinkingLimit | None = None,
     ) -> None:
         """Assign a row to a sequence that starts to run. The other arguments are those of FilterRequest."""
         assert sequence.row is None, f"request {sequence.request_id} has a row already"
         sequence.row = row = self._free_rows.pop()
         self._num_blocks_known[row] = 0
         self._prefill_ends[row] = len(sequence.tokens)
-        self._sampling.write(row, params, sequence.prompt_length, stop_ids, bad_sequences, guide)
+        self._sampling.write(row, params, sequence.prompt_length, stop_ids, bad_sequences, guide, thinking)
 
     def vacate(self, sequence: Sequence) -> None:
         """Free the row of a sequence that has stopped running, if it has one."""

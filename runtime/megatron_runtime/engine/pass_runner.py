@@ -102,7 +102,8 @@ class PassRunner:
             self._requests[sequence.request_id].pause(notes_event=notes_event)
         for sequence in schedule.admitted:
             tracked = self._requests[sequence.request_id]
-            self._context.occupy(sequence, tracked.params, tracked.stop_ids, tracked.bad_sequences, tracked.guide)
+            rules = tracked.stop_ids, tracked.bad_sequences, tracked.guide, tracked.thinking
+            self._context.occupy(sequence, tracked.params, *rules)
             is_new = not tracked.was_scheduled
             tracked.enter_context(self._requests.generation_epoch)
             if is_new:
@@ -173,7 +174,7 @@ class PassRunner:
                 )
                 continue
             first = next_log_prob - count
-            scores = self._controller.scores(output.log_probs, first, count, tracked.params.top_n_logprobs)
+            scores = self._controller.scores(output.log_probs, first, count, tracked.params)
             self._settle_one(tracked, part, token, scores)
 
     def _settle_one(self, tracked: TrackedRequest, part: SequenceSlice, token: int | None, scores: Scores) -> None:

@@ -19,6 +19,7 @@ from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.routing_tape import RoutingTape
+from megatron_runtime.sampling_params import SamplingParams, token_key
 
 
 @dataclass(frozen=True)
@@ -73,16 +74,17 @@ class TextGenerationController:
         tokens = sample(sampled, rules)
         return StepOutput(tokens.tolist(), None if wanted is None else _log_probs(logits, tokens, wanted))
 
-    def scores(self, log_probs: LogProbs | None, start: int, count: int, top_n: int) -> Scores:
-        """Log probabilities of some positions, each with the n most likely tokens by their text.
+    def scores(self, log_probs: LogProbs | None, start: int, count: int, params: SamplingParams) -> Scores:
+        """Log probabilities of some positions, each with the most likely tokens as the parameters ask for.
 
         Several tokens can have the same text, mainly those that are no whole character: the most likely one has the
         text as its key, the others ``token_id:N``.
         """
         if log_probs is None:
             return []
+        top_n, by_key = params.top_n_logprobs, _by_id if params.return_tokens_as_token_ids else self._by_text
         return [
-            (log_probs.chosen[i], self._by_text(log_probs.top_ids[i][:top_n], log_probs.top_values[i][:top_n]))
+            (log_probs.chosen[i], by_key(log_probs.top_ids[i][:top_n], log_probs.top_values[i][:top_n]))
             for i in range(start, start + count)
         ]
 
@@ -90,11 +92,15 @@ class TextGenerationController:
         named: dict[str, float] = {}
         for token_id, value in zip(token_ids, values, strict=True):
             text = self._token_text(token_id)
-            named[text if text not in named else f"token_id:{token_id}"] = value
+            named[text if text not in named else token_key(token_id)] = value
         return named
 
     def _detokenize_one(self, token_id: int) -> str:
         return self.tokenizer.detokenize([token_id], skip_special_tokens=False)
+
+
+def _by_id(token_ids: list[int], values: list[float]) -> dict[str, float]:
+    return dict(zip(map(token_key, token_ids), values, strict=True))
 
 
 def _log_probs(logits: Tensor, tokens: Tensor, wanted: LogProbRows) -> LogProbs:

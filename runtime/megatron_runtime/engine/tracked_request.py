@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_runtime.engine.request_future import RequestFuture, resolve
 from megatron_runtime.engine.sampling.grammar import RequestGuide
+from megatron_runtime.engine.sampling.thinking import ThinkingLimit
 from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice
 from megatron_runtime.engine.step_result import PartialOutput
 from megatron_runtime.engine.stop_matcher import StopMatcher
@@ -51,7 +52,7 @@ class TrackedRequest:
         self.routing: Tensor | None = None
         """int32 [computed tokens, layers with experts, experts per token] of a request that ends, if it is recorded."""
         self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.incremental()
+        self._detokenizer = tokenizer.incremental(skip_special_tokens=params.skip_special_tokens)
         self._matcher = StopMatcher(params.stop_words) if params.stop_words else None
         self.stop_ids = _stop_ids(params, tokenizer)
         self.bad_sequences = _bad_sequences(params, tokenizer)
@@ -74,6 +75,16 @@ class TrackedRequest:
             return None
         assert self.sequence is not None
         return RequestGuide(self.params.grammar, self._tokenizer, self.sequence.prompt_length)
+
+    @cached_property
+    def thinking(self) -> ThinkingLimit | None:
+        """The limit of the request's reasoning, if it has one; needs the sequence."""
+        budget = self.params.thinking_token_budget
+        if budget is None:
+            return None
+        assert self.sequence is not None
+        begin, end = self.params.thinking_begin, self.params.thinking_end
+        return ThinkingLimit(self._tokenizer, self.sequence.prompt_length, budget=budget, begin=begin, end=end)
 
     @property
     def current(self) -> DynamicInferenceRequest:
@@ -179,6 +190,7 @@ class TrackedRequest:
             segment.generated_length = len(segment.generated_tokens)
             segment.finish_reason = reason
         request.generated_text = text
+        request.stop_reason = self._stop_reason() if reason == "stop" else None
         if self.routing is not None and len(self.routing) >= request.total_tokens - 1:
             request.routing_indices = self.routing[: request.total_tokens - 1]
         if error is not None:
@@ -252,7 +264,18 @@ class TrackedRequest:
             self._keep_tokens(max(self._num_emitted, self._matcher.tokens_before(start)))
             return self._matcher.text[:start]
         hidden = int(self._terminated and not keeps_stop)
-        return self._tokenizer.detokenize(self._generated[: len(self._generated) - hidden])
+        return self._tokenizer.detokenize(
+            self._generated[: len(self._generated) - hidden], skip_special_tokens=self.params.skip_special_tokens
+        )
+
+    def _stop_reason(self) -> int | str | None:
+        if self._matcher is not None and self._matcher.match is not None:
+            start, end = self._matcher.match
+            return self._matcher.text[start:end]
+        last = self._generated[-1]
+        is_requested = last in (self.params.stop_token_ids or ())
+        is_own_end = not self.params.ignore_eos and last in self._tokenizer.eos_token_ids
+        return last if self._terminated and is_requested and not is_own_end else None
 
     def _keep_tokens(self, count: int) -> None:
         excess = len(self._generated) - count

@@ -124,7 +124,20 @@ class HttpFlags:
         bool,
         typer.Option("--megatron-http", help="Accept requests as Megatron's server does, for any model name."),
     ] = HttpOptions.megatron_http
-
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="Sampling defaults: auto (generation_config.json of the checkpoint), vllm (none), or the path of such"
+            " a file or its folder."
+        ),
+    ] = HttpOptions.generation_config
+    trust_request_chat_template: Annotated[
+        bool,
+        typer.Option(
+            "--trust-request-chat-template",
+            help="Accept the chat templates of requests: programs without limits of time and memory.",
+        ),
+    ] = HttpOptions.trust_request_chat_template
     tls_cert: Annotated[
         Path | None, typer.Option(help="PEM file with a certificate; the OpenAI endpoint then uses HTTPS.")
     ] = None
@@ -142,6 +155,8 @@ class HttpFlags:
             page=self.page,
             shared_prefix_cache=self.shared_prefix_cache,
             megatron_http=self.megatron_http,
+            generation_config=self.generation_config,
+            trust_request_chat_template=self.trust_request_chat_template,
             tls_cert=None if self.tls_cert is None else str(self.tls_cert),
             tls_key=None if self.tls_key is None else str(self.tls_key),
         )

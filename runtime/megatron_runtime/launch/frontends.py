@@ -52,7 +52,13 @@ class PodFrontends:
         return 0 if self._group is None else self._group.restarts
 
     def start(self, tokenizer_path: str, max_sequence_length: int, *, address: str, key: str | None) -> None:
-        """Starts the processes; ``address`` is that of the coordinator, which may move to another pod."""
+        """Starts the processes; ``address`` is that of the coordinator, which may move to another pod.
+
+        Raises:
+            ConfigurationError: The sampling defaults of the checkpoint are invalid.
+        """
+        from megatron_runtime.server.generation_config import sampling_defaults  # Imports pydantic.
+
         keys = self._options.identity.api_keys_file
         options = FrontendOptions(
             coordinator_address=address,
@@ -65,6 +71,7 @@ class PodFrontends:
             metrics_folder=str(self.metrics_folder.path),
             hands_over=not self._options.identity.is_standalone,
             http=self._options.http,
+            sampling_defaults=sampling_defaults(self._options.http, tokenizer_path),
         )
         self._group = FrontendGroup(
             options,

@@ -16,6 +16,8 @@ _PRIORITY_LIMIT = 2**31
 _BIASES = Range(-100.0, 100.0)
 LONGEST_SALT = 255
 """Maximum number of characters of a cache salt."""
+LONGEST_MARKER = 64
+"""Maximum number of characters of a marker of reasoning."""
 _MOST_BAD_WORDS = 1000
 _LONGEST_ID = 18
 """Maximum number of digits of a token id. Python itself limits the conversion of long texts to integers."""
@@ -106,6 +108,19 @@ class SamplingParams:
     replayed_routing: list[list[list[int]]] | None = None
     """Mixtures of experts: the experts of the first tokens, [tokens][layers with experts][experts per token], as
     ``routing_indices`` of a result has them. Later tokens are routed as usual."""
+    allowed_token_ids: list[int] | None = None
+    """The only tokens that the answer may contain, with those that end it."""
+    skip_special_tokens: bool = True
+    """Leaves special tokens out of the generated text; the token that ended the answer is always left out, unless
+    ``detokenize_stop_sequence`` keeps it."""
+    return_tokens_as_token_ids: bool = False
+    """The keys of ``generated_top_n_logprobs`` and ``prompt_top_n_logprobs`` are ``token_id:N`` instead of texts."""
+    thinking_token_budget: Annotated[int | None, Range(0)] = None
+    """Most tokens of the reasoning; ``thinking_end`` then ends it. None means no limit."""
+    thinking_begin: str = ""
+    """The text that begins the reasoning at the start of an answer; empty if the answer begins with reasoning."""
+    thinking_end: str = "</think>"
+    """The text that ends the reasoning."""
     cache_salt: str | None = None
     """Requests use only cached prefixes of requests with the same salt. A secret salt hides them from other users."""
 
@@ -169,6 +184,7 @@ class SamplingParams:
         twin.stop = twin.stop_words = None if self.stop_words is None else [*self.stop_words]
         twin.bad_words = None if self.bad_words is None else [*self.bad_words]
         twin.stop_token_ids = None if self.stop_token_ids is None else [*self.stop_token_ids]
+        twin.allowed_token_ids = None if self.allowed_token_ids is None else [*self.allowed_token_ids]
         twin.logit_bias = None if self.logit_bias is None else {**self.logit_bias}
         return twin
 
@@ -187,6 +203,7 @@ class SamplingParams:
                 raise InvalidRequestError(f"{name}=True: {remedy}", field=name)
         self._check_stops()
         self._check_bad_words()
+        self._check_allowed_tokens()
         self.logit_bias = _biases(self.logit_bias)
         self._check_combinations()
 
@@ -207,6 +224,7 @@ class SamplingParams:
                 f"top_n_logprobs={self.top_n_logprobs} needs return_log_probs=True", field="top_n_logprobs"
             )
         self._check_grammar()
+        self._check_thinking()
         self._check_cache_salt()
         derived = self.top_n_logprobs > 0 and not self.skip_prompt_log_probs
         if self.return_prompt_top_n_logprobs not in (None, derived):
@@ -224,9 +242,17 @@ class SamplingParams:
         if not isinstance(self.grammar, str) or not self.grammar:
             raise InvalidRequestError(f"grammar={self.grammar!r} must be a text that is not empty", field="grammar")
         # Only the end of the answer may follow the end of a grammar.
-        for name in ("min_tokens", "ignore_eos", "bad_words"):
+        for name in ("min_tokens", "ignore_eos", "bad_words", "allowed_token_ids"):
             if value := getattr(self, name):
                 raise InvalidRequestError(f"{name}={value!r} is not possible together with a grammar", field=name)
+
+    def _check_thinking(self) -> None:
+        for name, shortest in (("thinking_begin", 0), ("thinking_end", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not shortest <= len(value) <= LONGEST_MARKER:
+                raise InvalidRequestError(
+                    f"{name}={value!r} must be a text of {shortest} to {LONGEST_MARKER} characters", field=name
+                )
 
     def _check_cache_salt(self) -> None:
         salt = self.cache_salt
@@ -238,9 +264,7 @@ class SamplingParams:
     def _check_stops(self) -> None:
         if any(not isinstance(text, str) or not text for text in self.stop_words or ()):
             raise InvalidRequestError(f"stop={self.stop!r} must be a list of non-empty texts", field="stop")
-        ids = self.stop_token_ids
-        if ids is not None and not (isinstance(ids, (list, tuple)) and all(is_integer(i) and i >= 0 for i in ids)):
-            raise InvalidRequestError(f"stop_token_ids={ids!r} must be a list of token ids", field="stop_token_ids")
+        _check_ids("stop_token_ids", self.stop_token_ids)
 
     def _check_bad_words(self) -> None:
         words = self.bad_words
@@ -255,6 +279,13 @@ class SamplingParams:
                 f"bad_words has {len(words)} texts; give at most {_MOST_BAD_WORDS}", field="bad_words"
             )
         self.bad_words = list(words) or None
+
+    def _check_allowed_tokens(self) -> None:
+        _check_ids("allowed_token_ids", self.allowed_token_ids)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequestError(
+                "allowed_token_ids=[] allows no token; list at least one, or leave it out", field="allowed_token_ids"
+            )
 
 
 DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
@@ -285,6 +316,11 @@ def _biases(value: Any) -> dict[int, float] | None:
             )
         biases[int(token)] = float(bias)
     return biases
+
+
+def _check_ids(name: str, ids: Any) -> None:
+    if ids is not None and not (isinstance(ids, (list, tuple)) and all(is_integer(i) and i >= 0 for i in ids)):
+        raise InvalidRequestError(f"{name}={ids!r} must be a list of token ids", field=name)
 
 
 def _check_names(attributes: Mapping[str, Any]) -> None:

@@ -24,6 +24,7 @@ from megatron_runtime.server.generation.choice import ChoiceTask
 from megatron_runtime.server.generation.choice_run import ChoiceRunner
 from megatron_runtime.server.generation.generation import Generation
 from megatron_runtime.server.generation.idempotency import IdempotencyKey, already_running
+from megatron_runtime.server.generation_config import LONGEST_ANSWER, fill
 from megatron_runtime.server.large_bodies import LargeBodies
 from megatron_runtime.server.messages.message_format import MessageFormat, ResponseParsing
 from megatron_runtime.server.metrics import FrontendMetrics
@@ -85,13 +86,14 @@ class FrontendContext:
         if len(prompts) * body.n > MAX_CHOICES:
             message = f"n: {len(prompts)} prompts times {body.n} exceed the limit of {MAX_CHOICES} answers; reduce n"
             raise ApiError(400, message, param="n")
+        fill(body, self.options.sampling_defaults)
         grammar = parsing.grammar(output_constraint(body))
         shown = parsing.shown_tokens
         return [
             self._task(
                 index * body.n + sample,
                 prompt,
-                self._sampling_params(body, prompt, sample, grammar, cache_salt),
+                self._sampling_params(body, prompt, sample, grammar, cache_salt, parsing),
                 body,
                 key,
                 shown,
@@ -124,7 +126,8 @@ class FrontendContext:
             params.seed = key.seed(index)
         every_token = body.is_echoed or body.return_token_ids or body.return_tokenized_data
         uuid = self._uuid(index, key)
-        return ChoiceTask(index, prompt, params, uuid=uuid, with_every_token=every_token, shown=shown)
+        top_n = body.top_n_log_probs
+        return ChoiceTask(index, prompt, params, uuid=uuid, with_every_token=every_token, shown=shown, top_n=top_n)
 
     def _uuid(self, index: int, key: IdempotencyKey | None) -> bytes | None:
         """The UUID of a choice if it is known here: Megatron's answers have it as their id."""
@@ -133,7 +136,13 @@ class FrontendContext:
         return uuid4().bytes if self.options.http.megatron_http else None
 
     def _sampling_params(
-        self, body: GenerationBody, prompt: list[int], sample: int, grammar: str | None, cache_salt: str | None
+        self,
+        body: GenerationBody,
+        prompt: list[int],
+        sample: int,
+        grammar: str | None,
+        cache_salt: str | None,
+        parsing: ResponseParsing,
     ) -> SamplingParams:
         limit = token_limit(
             len(prompt),
@@ -143,7 +152,9 @@ class FrontendContext:
             prompt_param=body.prompt_param,
             is_clamped=self.options.http.megatron_http,
         )
+        limit = min(limit, self.options.sampling_defaults.get(LONGEST_ANSWER, limit))
         vocab_size = self.tokenizer.vocab_size
         params = sampling_params(body, sample=sample, limit=limit, vocab_size=vocab_size, grammar=grammar)
         params.cache_salt = cache_salt
+        parsing.limit_thinking(params)
         return params

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.server.certificate import Certificate
+from megatron_runtime.server.generation_choice import check_choice
 from megatron_runtime.server.parsers import check_parsers
 
 ACCESS_LOGS = ("off", "text", "json")
@@ -36,6 +37,10 @@ class HttpOptions:
     """Whether requests with different API keys use each other's cached prefixes."""
     megatron_http: bool = False
     """Whether to accept requests as Megatron's server does; see ``megatron_requests.py``."""
+    generation_config: str = "auto"
+    """Where the sampling defaults come from: see ``generation_config.py``."""
+    trust_request_chat_template: bool = False
+    """Whether requests may have a chat template of their own, which is a program."""
     tls_cert: str | None = None
     """PEM file with the certificate of the HTTP port; None: plain HTTP."""
     tls_key: str | None = None
@@ -62,6 +67,7 @@ class HttpOptions:
                 f"access_log={self.access_log!r} must be one of {', '.join(ACCESS_LOGS)}", field="access_log"
             )
         check_parsers(self.parsers)
+        check_choice(self.generation_config)
         if (self.tls_cert is None) != (self.tls_key is None):
             given, missing = ("--tls-cert", "--tls-key") if self.tls_key is None else ("--tls-key", "--tls-cert")
             raise ConfigurationError(f"{given} {self.tls_cert or self.tls_key}: give {missing} too", field="tls_cert")
@@ -96,6 +102,8 @@ class FrontendOptions:
     """Whether other endpoints can serve the requests when this one drains: it then closes its port instead of answering
     with 503."""
     http: HttpOptions = field(default_factory=HttpOptions)
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Of fields that a request does not have, as from ``generation_config.sampling_defaults``."""
 
     def serialize(self) -> dict[str, Any]:
         """All fields as JSON values."""

@@ -84,6 +84,7 @@ def test_a_stop_token_ends_the_answer_and_is_not_in_the_text(
         assert request.generated_tokens == expected[: length + 1]
         assert request.generated_text == as_text(expected[:length])
         assert request.finish_reason == "stop"
+        assert request.stop_reason == (stop if params.stop_token_ids else None)
     kept = serve(make_engine(), greedy(stop_token_ids=[stop], detokenize_stop_sequence=True))
     assert kept.generated_text == as_text(expected[: length + 1])
     ignored = serve(make_engine(), greedy(termination_id=stop, ignore_eos=True, num_tokens_to_generate=20))
@@ -112,7 +113,7 @@ def test_a_stop_string_across_tokens_ends_the_answer_and_is_never_streamed(
     assert request.generated_text == text[:start]
     assert seen == request.generated_tokens
     assert as_text(seen) == text[:start]
-    assert request.finish_reason == "stop"
+    assert (request.finish_reason, request.stop_reason) == ("stop", stop)
     kept = engine.generate([ascii_prompt], greedy(stop=[stop], detokenize_stop_sequence=True))[0].merge()
     assert kept.generated_text == text[: start + 3]
 

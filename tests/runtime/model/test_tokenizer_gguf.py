@@ -16,6 +16,7 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import load_tokenizer
+from megatron_runtime.model.tokenizer.end_tokens import named_ends
 
 MIXED = (Path(__file__).parents[1] / "data" / "mixed.txt").read_bytes().decode("utf-8")
 CONTROL = ["<|end|>", "<|begin|>", "<|turn|>", "<|endoftext|>"]
@@ -94,7 +95,7 @@ def test_the_end_of_a_turn_ends_a_generation_too(tmp_path: Path) -> None:
 
     tokenizer = load_tokenizer(write(tmp_path / "model.gguf", change))
     assert tokenizer.eod == 0
-    assert tokenizer.eos_token_ids == {0, 2}
+    assert tokenizer.eos_token_ids == {0, 2, 3}
 
 
 def test_a_template_for_tools_is_found_beside_the_default_one(tmp_path: Path) -> None:
@@ -109,21 +110,44 @@ def test_a_template_for_tools_is_found_beside_the_default_one(tmp_path: Path) ->
     assert tokenizer.render_chat([], tools=[{"name": "clock"}]) == "clock"
 
 
-def write_sentencepiece(path: Path, *, adds_space: bool = True) -> Path:
+def write_sentencepiece(
+    path: Path, *, adds_space: bool = True, last: str | None = None, kind: TokenType = TokenType.NORMAL
+) -> Path:
+    """A small SentencePiece vocabulary; ``last`` is one more token of this kind."""
     words = ["▁the", "▁fox", "▁jumps", "the", "he", "▁t", "▁f", "ox", "um", "ps", "▁j", "jumps", "▁▁", "▁▁▁▁", "umps"]
     letters = ["▁", *"abcdefghijklmnopqrstuvwxyz.,é"]
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *letters]
     kinds = [TokenType.UNKNOWN, *[TokenType.CONTROL] * 2, *[TokenType.BYTE] * 256]
+    kinds += [TokenType.NORMAL] * (len(pieces) - len(kinds))
+    if last is not None:
+        pieces, kinds = [*pieces, last], [*kinds, kind]
     writer = GGUFWriter(path, "llama")
     writer.add_tokenizer_model("llama")
     writer.add_token_list(pieces)
     writer.add_token_scores([0.0] * 259 + [-float(rank) for rank in range(len(pieces) - 259)])
-    writer.add_token_types(kinds + [TokenType.NORMAL] * (len(pieces) - len(kinds)))
+    writer.add_token_types(kinds)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     if not adds_space:
         writer.add_add_space_prefix(False)
     return close(writer, path)
+
+
+@pytest.mark.parametrize("kind", [TokenType.CONTROL, TokenType.NORMAL, TokenType.USER_DEFINED])
+@pytest.mark.parametrize("text", ["<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<｜end▁of▁sentence｜>"])
+def test_an_end_of_generation_is_recognized_by_its_text(kind: TokenType, text: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_sentencepiece(tmp_path / "model.gguf", last=text, kind=kind))
+    last = tokenizer.vocab_size - 1
+    assert (tokenizer.eod, tokenizer.eos_token_ids) == (2, {2, last})
+    tokens = tokenizer.tokenize(f"the fox{text}")
+    assert tokens[-1] == last
+    assert tokenizer.detokenize(tokens) == "the fox"
+
+
+def test_the_end_of_a_message_does_not_end_the_generation_of_harmony() -> None:
+    ends_of_phi = named_ends({"<|end|>": 5, "a": 1, "<|endoftext|>": 3})
+    assert ends_of_phi == [3, 5]
+    assert named_ends({"<|end|>": 5, "<|return|>": 2, "<|call|>": 7}) == [2, 7]
 
 
 def test_missing_merges_of_a_sentencepiece_file_follow_from_its_scores(tmp_path: Path) -> None:

@@ -74,7 +74,8 @@ def test_text_without_special_tokens_survives_a_round_trip(tokenizer: Tokenizer)
 
 def test_the_names_of_the_special_tokens_are_known(tokenizer: Tokenizer) -> None:
     assert tokenizer.tokenize("<|im_end|>") == [tokenizer.eod] == [2]
-    assert tokenizer.eos_token_ids == {2}
+    assert tokenizer.tokenize("<|endoftext|>") == [0]
+    assert tokenizer.eos_token_ids == {0, 2}
     assert tokenizer.bos == 1
     assert tokenizer.vocab_size == 49152
 

@@ -42,6 +42,7 @@ def refusal(fields: Mapping[str, Any], body: Body = CompletionBody) -> ApiError:
         (CompletionBody, {"stop": "x" * 20_000}, "stop", limits.MAX_STOP_CHARACTERS),
         (CompletionBody, {"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias", limits.MAX_BIASES),
         (CompletionBody, {"stop_token_ids": [1] * 1025}, "stop_token_ids", limits.MAX_STOP_TOKENS),
+        (CompletionBody, {"allowed_token_ids": [1] * 65_537}, "allowed_token_ids", limits.MAX_ALLOWED_TOKENS),
         (CompletionBody, {"bad_words": ["x"] * 1001}, "bad_words", limits.MAX_BAD_WORDS),
         (CompletionBody, {"guided_regex": "x" * 70_000}, "guided_regex", limits.MAX_GRAMMAR_CHARACTERS),
         (CompletionBody, {"guided_choice": ["x"] * 4097}, "guided_choice", limits.MAX_GUIDED_CHOICES),

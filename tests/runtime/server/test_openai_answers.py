@@ -74,6 +74,18 @@ def test_an_echoed_prompt_has_the_log_probabilities_of_its_generation(shared_pod
     assert plus_one.token_logprobs[:-1] == pytest.approx(choice.logprobs.token_logprobs)
 
 
+@pytest.mark.parametrize("text", ["日本語 🙂", "Ещё نعم", "👩‍👩‍👧 ok"])
+def test_joined_bytes_of_tokens_are_the_text_in_any_script(shared_pod: Any, text: str) -> None:
+    asked: dict[str, Any] = {"model": "chat", "messages": STORY, "logprobs": True, "top_logprobs": 4}
+    choice = shared_pod.openai.chat.completions.create(**asked, extra_body={"guided_choice": [text]}).choices[0]
+    assert choice.message.content == text
+    tokens = choice.logprobs.content
+    assert len(tokens) > 2
+    assert bytes(byte for token in tokens for byte in token.bytes) == text.encode()
+    for token in tokens:
+        assert len({tuple(top.bytes) for top in token.top_logprobs}) == 4
+
+
 def test_an_echo_opens_a_stream(shared_pod: Any) -> None:
     asked = {"model": "chat", "prompt": "Monday,", "temperature": 0, "max_tokens": 4, "echo": True}
     whole = shared_pod.openai.completions.create(**asked).choices[0].text

@@ -39,7 +39,9 @@ TOOLS: list[Any] = [
 def pod(pod_type: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("pod")
     model = write_tiny_checkpoint(folder / "tiny", longest=1024, marks=MARKS, chat_template=TEMPLATE)
+    (model / "generation_config.json").write_text(json.dumps({"temperature": 0.25, "top_p": 0.5, "max_new_tokens": 90}))
     flags = "--dtype float32 --kv-cache-memory 16Mi --frontend-replicas 1 --parsers deepseek_r1"
+    flags += " --trust-request-chat-template"
     pod = pod_type(folder, "--model", str(model), *flags.split())
     try:
         yield pod.wait_ready()
@@ -91,6 +93,42 @@ def test_a_model_without_reasoning_answers(pod: Any, stream: bool) -> None:
     off = {"chat_template_kwargs": {"enable_thinking": False}, "guided_choice": ["Because."]}
     message = ask(pod, stream=stream, **off)
     assert (message["content"], message["reasoning"]) == ("Because.", None)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_budget_ends_the_reasoning(pod: Any, stream: bool) -> None:
+    message = ask(pod, stream=stream, thinking_token_budget=4, logit_bias={"97": 100}, max_tokens=9)
+    assert (message["reasoning"], message["content"]) == ("aaaa", "aaaa")
+    chosen = ask(pod, stream=stream, thinking_token_budget=3, guided_choice=["Because."], logit_bias={"97": 100})
+    assert (chosen["reasoning"], chosen["content"]) == ("aaa", "Because.")
+    none = ask(pod, stream=stream, thinking_token_budget=0, guided_choice=["Because."])
+    assert (none["reasoning"], none["content"]) == (None, "Because.")
+
+
+def test_an_effort_of_none_disables_reasoning(pod: Any) -> None:
+    message = ask(pod, reasoning_effort="none", guided_choice=["Because."])
+    assert (message["reasoning"], message["content"]) == (None, "Because.")
+    fields = {"input": "Why?", "reasoning": {"effort": "none"}, "guided_choice": ["Because."], "max_output_tokens": 40}
+    response = pod.post("/v1/responses", fields).json()
+    assert [item["type"] for item in response["output"]] == ["message"]
+    assert response["reasoning"]["effort"] == "none"
+
+
+def test_a_trusted_request_replaces_the_chat_template(pod: Any) -> None:
+    fields = {"messages": ASKED, "chat_template": "{{ messages[0].content }}?</think>", "max_tokens": 1}
+    tokens = pod.post("/v1/chat/completions", {**fields, "return_token_ids": True}).json()["prompt_token_ids"]
+    assert tokens == [*b"Why??", END_OF_THOUGHTS]
+
+
+def test_requests_have_the_sampling_defaults_of_the_checkpoint(pod: Any) -> None:
+    asked = {"input": "Why?", "logit_bias": {"97": 100}, "max_output_tokens": 400}
+    default = pod.post("/v1/responses", asked).json()
+    assert (default["temperature"], default["top_p"]) == (0.25, 0.5)
+    assert default["usage"]["output_tokens"] == 90
+    given = pod.post("/v1/responses", {**asked, "temperature": 0, "max_output_tokens": 2}).json()
+    assert (given["temperature"], given["usage"]["output_tokens"]) == (0, 2)
+    assert "sampling defaults of" in pod.log.read_text()
+    assert "temperature=0.25, top_p=0.5, max_new_tokens=90; --generation-config vllm disables" in pod.log.read_text()
 
 
 def test_reasoning_is_excluded_on_request(pod: Any) -> None:

@@ -178,6 +178,11 @@ class Frontend(Part):
     shared_prefix_cache: Boolean = False
     """Let requests with different API keys use each other's cached prefixes. They are answered sooner, and their users
     can find out what the others asked, by the time of an answer and by cached_tokens."""
+    generation_config: Text = "auto"
+    """Sampling defaults of requests: auto (generation_config.json of the checkpoint, if it has one), vllm (none), or
+    the path of such a file or its folder in the container."""
+    trust_request_chat_template: Boolean = False
+    """Accept chat templates in requests, which are programs without limits of time and memory."""
     page: Boolean = True
     """Serve a web page at /, to chat with the model and to monitor the service."""
 

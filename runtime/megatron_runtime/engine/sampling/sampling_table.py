@@ -16,6 +16,7 @@ from megatron_runtime.engine.sampling.filters import EDITS, TRUNCATIONS
 from megatron_runtime.engine.sampling.filters.protocol import Draws, FilterRequest, LogitsEdit
 from megatron_runtime.engine.sampling.filters.truncations import Truncation
 from megatron_runtime.engine.sampling.grammar import RequestGuide
+from megatron_runtime.engine.sampling.thinking import ThinkingLimit
 from megatron_runtime.engine.scheduling.sequence import Sequence
 from megatron_runtime.sampling_params import SamplingParams
 
@@ -102,12 +103,13 @@ class SamplingTable:
         stop_ids: Collection[int] = (),
         bad_sequences: Collection[tuple[int, ...]] = (),
         guide: RequestGuide | None = None,
+        thinking: ThinkingLimit | None = None,
     ) -> None:
         """Assign a row to a request, and drop the previous contents of the row."""
         assert params.seed is not None, "the engine gives every request a seed"
         self._temperature[row] = min(params.temperature, float(np.finfo(np.float32).max))
         self._seed[row] = params.seed
-        request = FilterRequest(params, prompt_length, stop_ids, bad_sequences, guide)
+        request = FilterRequest(params, prompt_length, stop_ids, bad_sequences, guide, thinking)
         for part in (*self._edits, *self._truncations):
             part.set_row(row, request)
 

@@ -19,8 +19,8 @@ _settings: Any = numba.config
 def can_share_threads() -> bool:
     """Whether numba's OpenMP library is that of PyTorch; otherwise kernels run in the calling thread.
 
-    The first call starts numba's threads, which sets OpenMP's number of threads for the whole process: PyTorch keeps its
-    own. Otherwise the first compiled kernel would start them.
+    The first call starts numba's threads, and keeps PyTorch's number of threads: the start sets OpenMP's for the whole
+    process. Without it, the first compiled kernel would start them.
     """
     try:
         # PyTorch has loaded GNU's library by now; numba gets it by the same name.

@@ -51,14 +51,22 @@ class ChatTemplate:
                 f"messages: the model's chat template refuses them: {error}", field="messages"
             ) from error
 
-    @cached_property
+    @property
     def takes_tools(self) -> bool:
         """Whether it uses the tools; False for a template that can't be parsed."""
+        return self.takes("tools")
+
+    def takes(self, variable: str) -> bool:
+        """Whether it uses a variable; False for a template that can't be parsed."""
+        return variable in self._variables
+
+    @cached_property
+    def _variables(self) -> frozenset[str]:
         try:
             tree = self._environment.parse(self.source)
         except jinja2.TemplateError:
-            return False
-        return "tools" in meta.find_undeclared_variables(tree)
+            return frozenset()
+        return frozenset(meta.find_undeclared_variables(tree))
 
     @cached_property
     def _template(self) -> jinja2.Template:

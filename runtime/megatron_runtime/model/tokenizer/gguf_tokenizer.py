@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.formats.gguf_file import GgufFile
 from megatron_runtime.model.tokenizer.byte_level_bpe import PRE_TOKENIZERS, byte_level_bpe
+from megatron_runtime.model.tokenizer.end_tokens import named_ends
 from megatron_runtime.model.tokenizer.sentencepiece_bpe import sentencepiece_bpe
 from megatron_runtime.model.tokenizer.tokenizer import Tokenizer
 
@@ -19,6 +20,8 @@ _TEMPLATE = "tokenizer.chat_template"
 _CONVERT_AGAIN = "Convert the model again with a current converter"
 _ELEMENT_TYPES = {"tokens": str, "merges": str, "token_type": int, "scores": float}
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_FILL_ENDS = ("fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id")
+"""Tokens after which a model that fills in code begins another file; llama.cpp ends there too."""
 
 
 def gguf_tokenizer(file: GgufFile) -> Tokenizer:
@@ -35,13 +38,16 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
         raise
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"{file.path}: its tokenizer can't be built ({error}). {_CONVERT_AGAIN}") from None
+    named = named_ends({text: token_id for token_id, text in enumerate(tokens)})
     for added in (TokenType.CONTROL, TokenType.USER_DEFINED):
         special = added == TokenType.CONTROL
         listed = [text for text, kind in zip(tokens, types, strict=True) if kind == added]
+        if special:  # Some converters write the end of a turn as an ordinary token.
+            listed += [tokens[token_id] for token_id in named if types[token_id] != added]
         (backend.add_special_tokens if special else backend.add_tokens)(
             [AddedToken(text, special=special, normalized=False) for text in listed]
         )
-    ids = {name: _token_id(file, name, len(tokens)) for name in (*_ENDS, "bos_token_id")}
+    ids = {name: _token_id(file, name, len(tokens)) for name in (*_ENDS, *_FILL_ENDS, "bos_token_id")}
     eod, bos = ids["eos_token_id"], ids["bos_token_id"]
     if eod is None:
         raise CheckpointError(f"{file.path}: {_PREFIX}eos_token_id is missing: nothing would end. {_CONVERT_AGAIN}")
@@ -52,7 +58,7 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
         backend,
         location=str(file.path),
         eod=eod,
-        eos_token_ids=[token_id for name in _ENDS if (token_id := ids[name]) is not None],
+        eos_token_ids=[*named, *(found for name in (*_ENDS, *_FILL_ENDS) if (found := ids[name]) is not None)],
         bos=bos,
         chat_templates=_chat_templates(file),
         special_tokens=_special_tokens(file, tokens),

@@ -98,6 +98,19 @@ class Tokenizer:
         """The text of ``ids``; invalid bytes become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is special: no part of a text."""
+        return token_id in self._special_ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, of a special one those of its text; empty for an id outside the vocabulary."""
+        return self._token_bytes[token_id]
+
+    @property
+    def drops_first_space(self) -> bool:
+        """Whether a text begins without the space that its first token has."""
+        return self._token_bytes.drops_first_space
+
     def incremental(self, *, skip_special_tokens: bool = True, shown: Collection[int] = ()) -> IncrementalDetokenizer:
         """A detokenizer for a growing sequence. The special tokens ``shown`` are never skipped."""
         special = self._special_ids.difference(shown) if shown else self._special_ids
@@ -113,6 +126,10 @@ class Tokenizer:
         """The template for chats with or without tools; None if there is none."""
         template = self._templates.get(_TOOLS_TEMPLATE if has_tools else _DEFAULT_TEMPLATE)
         return template or self._templates.get(_DEFAULT_TEMPLATE)
+
+    def new_chat_template(self, source: str) -> ChatTemplate:
+        """A template from elsewhere, with the special tokens of this tokenizer."""
+        return ChatTemplate(source, self.special_token_names)
 
     def render_chat(
         self,

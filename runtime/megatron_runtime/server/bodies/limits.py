@@ -17,6 +17,7 @@ MAX_STOP_CHARACTERS = 16_384
 MAX_BAD_WORDS = 1000
 MAX_STOP_TOKENS = 1024
 MAX_BIASES = 1024
+MAX_ALLOWED_TOKENS = 65_536
 MAX_TOOLS = 512
 MAX_MESSAGES = 8192
 MAX_PARTS = 1024
@@ -81,6 +82,7 @@ BadWords = Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS), FirstError(
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], FirstError()]
 StopTokens = Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS), FirstError()]
+AllowedTokens = Annotated[list[TokenId], Field(max_length=MAX_ALLOWED_TOKENS), FirstError()]
 Biases = Annotated[dict[str, float], at_most(MAX_BIASES)]
 GuidedText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 GuidedChoices = Annotated[list[GuidedText], Field(min_length=1, max_length=MAX_GUIDED_CHOICES), FirstError()]

@@ -10,11 +10,12 @@ from abc import ABC, abstractmethod
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
-from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from megatron_runtime.server.bodies.effort import Effort, Verbosity, effort_variables
 from megatron_runtime.server.bodies.limits import (
     MAX_CHOICES,
+    MAX_GRAMMAR_CHARACTERS,
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_TOOLS,
@@ -22,82 +23,33 @@ from megatron_runtime.server.bodies.limits import (
     GuidedChoices,
     GuidedJson,
     GuidedText,
-    Schema,
     Stop,
     TokenIds,
 )
+from megatron_runtime.server.bodies.only import Only
+from megatron_runtime.server.bodies.output_formats import ResponseFormat, StructuredOutputs
 from megatron_runtime.server.bodies.sampling_fields import SamplingFields, parameter
-from megatron_runtime.server.bodies.tools import NamedTool, Tool, ToolCall, ToolChoice, ToolUse, tool_use
-
-
-class Only:
-    """Accepts the neutral values of a field that this server does not implement."""
-
-    def __init__(self, *neutral: object) -> None:
-        self._neutral = neutral
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """The schema of the field's type, followed by this check."""
-        return no_info_after_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """The allowed values, for ``/openapi.json``."""
-        return {**handler(schema), "enum": list(self._neutral)}
-
-    def _check(self, value: Any) -> Any:
-        if value not in self._neutral:
-            raise ValueError("is not supported by this server; leave it out")
-        return value
+from megatron_runtime.server.bodies.tools import (
+    AllowedTools,
+    AnyToolChoice,
+    NamedTool,
+    Tool,
+    ToolCall,
+    ToolUse,
+    tool_use,
+)
+from megatron_runtime.server.bodies.vllm_fields import VllmFields
 
 
 class StreamOptions(BaseModel):
     """Options of a streamed answer."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: Annotated[bool, Only(False)] = False
 
 
-class JsonSchema(BaseModel):
-    """``json_schema`` of a ``response_format``; every schema is enforced strictly."""
-
-    name: str = "answer"
-    definition: Schema = Field(default_factory=dict, alias="schema")
-
-
-class ResponseFormat(BaseModel):
-    """The format of the answer."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _a_schema_for_its_type(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema must be set for type json_schema, and for no other type")
-        return self
-
-    @property
-    def schema_to_keep(self) -> dict[str, Any] | None:
-        """The JSON schema of the answer; None for text."""
-        if self.json_schema is not None:
-            return self.json_schema.definition
-        return {"type": "object"} if self.type == "json_object" else None
-
-
-class StructuredOutputs(BaseModel):
-    """vLLM's newer name for its ``guided_`` fields."""
-
-    model_config = ConfigDict(serialize_by_alias=True)
-
-    schema_of_json: GuidedJson | None = Field(None, alias="json")
-    regex: GuidedText | None = None
-    choice: GuidedChoices | None = None
-    grammar: GuidedText | None = None
-    json_object: Literal[True] | None = None
-    structural_tag: Annotated[Any, Only(None)] = None
-
-
-class GenerationBody(SamplingFields, ABC):
+class GenerationBody(SamplingFields, VllmFields, ABC):
     """Fields that chat and text completions share."""
 
     prompt_param: ClassVar[str]
@@ -122,8 +74,6 @@ class GenerationBody(SamplingFields, ABC):
     guided_grammar: GuidedText | None = None
     structured_outputs: StructuredOutputs | None = None
 
-    multi_modal_data: Annotated[Any, Only(None, {})] = None
-
     # Fields of OpenAI's clients that do not influence the answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -142,6 +92,12 @@ class GenerationBody(SamplingFields, ABC):
     def _stream_options_belong_to_a_stream(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed together with stream: true")
+        return self
+
+    @model_validator(mode="after")
+    def _scores_of_prompts_are_not_streamed(self) -> GenerationBody:
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs is not available in streams; set stream to false")
         return self
 
     @model_validator(mode="after")
@@ -182,7 +138,13 @@ class GenerationBody(SamplingFields, ABC):
     @property
     def scores_prompt(self) -> bool:
         """Whether log probabilities of the prompt are reported too."""
-        return self.is_echoed
+        return self.prompt_logprobs is not None or self.is_echoed
+
+    @property
+    def scored_tokens(self) -> int | None:
+        """Number of most likely tokens that the engine reports for answer and prompt; None: no log probabilities."""
+        wanted = [count for count in (self.top_n_log_probs, self.prompt_logprobs) if count is not None]
+        return max(wanted, default=None)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -193,6 +155,11 @@ class GenerationBody(SamplingFields, ABC):
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that carries the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def include_continuous_usage(self) -> bool:
+        """Whether each chunk of a stream carries the usage so far."""
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
 class ContentPart(BaseModel):
@@ -242,11 +209,18 @@ class ChatCompletionBody(GenerationBody):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARACTERS)] | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS)] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    echo: bool = False
+    reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
     prevent_retokenization: bool = True
     skip_prompt_log_probs: bool = True
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FirstError()] = Field(default_factory=list)
-    tool_choice: ToolChoice | NamedTool | None = None
+    tool_choice: AnyToolChoice | None = None
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
 
@@ -254,8 +228,6 @@ class ChatCompletionBody(GenerationBody):
     function_call: Annotated[Any, Only(None, "none", "auto")] = None
     modalities: Annotated[list[str] | None, Only(None, ["text"])] = None
     audio: Annotated[Any, Only(None)] = None
-    reasoning_effort: Annotated[str | None, Only(None, "none")] = None
-    verbosity: Annotated[str | None, Only(None, "medium")] = None
     web_search_options: Annotated[Any, Only(None)] = None
 
     @model_validator(mode="after")
@@ -263,6 +235,27 @@ class ChatCompletionBody(GenerationBody):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs is only allowed together with logprobs: true")
         return self
+
+    @model_validator(mode="after")
+    def _a_continued_message_has_no_generation_prompt(self) -> ChatCompletionBody:
+        if not self.continue_final_message:
+            return self
+        if self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
+            raise ValueError("add_generation_prompt must be false together with continue_final_message: true")
+        self.add_generation_prompt = False
+        return self
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template gets beside messages and tools; ``chat_template_kwargs`` override other fields."""
+        documents = {} if self.documents is None else {"documents": self.documents}
+        return {**effort_variables(self.reasoning_effort, self.verbosity), **documents, **self.chat_template_kwargs}
+
+    @property
+    def echoed_message(self) -> str:
+        """What the answer begins with: the last message if ``echo`` is set and it is the assistant's."""
+        last = self.messages[-1]
+        return str(last.for_template()["content"]) if self.echo and last.role == "assistant" else ""
 
     @property
     def token_limit(self) -> int | None:
@@ -281,20 +274,20 @@ class ChatCompletionBody(GenerationBody):
 
     @property
     def scores_prompt(self) -> bool:
-        """``skip_prompt_log_probs: false``, if ``logprobs`` asks for any."""
-        return self.logprobs and not self.skip_prompt_log_probs
+        """``prompt_logprobs``, or ``skip_prompt_log_probs: false`` if ``logprobs`` asks for any."""
+        return self.prompt_logprobs is not None or (self.logprobs and not self.skip_prompt_log_probs)
 
     @cached_property
     def tool_use(self) -> ToolUse:
         """The combination of ``tools``, ``tool_choice`` and ``parallel_tool_calls``."""
-        choice = self.tool_choice
-        named = choice.function.name if isinstance(choice, NamedTool) else None
-        return tool_use(
-            [tool.function for tool in self.tools],
-            None if isinstance(choice, NamedTool) else choice,
-            named=named,
-            is_parallel=self.parallel_tool_calls,
-        )
+        choice, functions = self.tool_choice, [tool.function for tool in self.tools]
+        parallel = self.parallel_tool_calls
+        match choice:
+            case NamedTool():
+                return tool_use(functions, None, named=choice.function.name, is_parallel=parallel)
+            case AllowedTools():
+                return tool_use(functions, choice.mode, named=None, allowed=choice.names, is_parallel=parallel)
+        return tool_use(functions, choice, named=None, is_parallel=parallel)
 
 
 class CompletionBody(GenerationBody):
@@ -308,7 +301,6 @@ class CompletionBody(GenerationBody):
 
     echo: bool = False
 
-    best_of: Annotated[int, Only(1)] = 1
     suffix: Annotated[str | None, Only(None, "")] = None
 
     @property

@@ -8,14 +8,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from megatron_runtime.server.bodies.effort import Effort, Verbosity, effort_variables
 from megatron_runtime.server.bodies.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, FirstError, at_most
-from megatron_runtime.server.bodies.protocol import ChatMessage, ContentPart, GenerationBody, Only
+from megatron_runtime.server.bodies.only import Only
+from megatron_runtime.server.bodies.protocol import ChatMessage, ContentPart, GenerationBody
 from megatron_runtime.server.bodies.tools import (
+    CHOICE_KIND,
     CalledFunction,
     FunctionDefinition,
     ToolCall,
     ToolChoice,
+    ToolType,
     ToolUse,
+    TypedTool,
     tool_use,
 )
 
@@ -109,17 +114,44 @@ AnyItem = Annotated[
 ]
 
 
-class ResponseTool(FunctionDefinition):
+class ResponseTool(FunctionDefinition, TypedTool):
     """A function tool; its fields are at the top level, not in ``function`` as in chats."""
-
-    type: Literal["function"]
 
 
 class NamedResponseTool(BaseModel):
     """The function that the model must call."""
 
-    type: Literal["function"]
+    type: ToolType
     name: str
+
+
+class AllowedResponseTools(BaseModel):
+    """Limits the calls to some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedResponseTool], Field(min_length=1, max_length=MAX_TOOLS), FirstError()]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the functions."""
+        return [tool.name for tool in self.tools]
+
+
+class ReasoningOptions(BaseModel):
+    """The reasoning before the answer; it is always complete, so there are no summaries."""
+
+    effort: Effort | None = None
+    summary: Annotated[str | None, Only(None, "auto")] = None
+    generate_summary: Annotated[str | None, Only(None, "auto")] = None
+
+
+AnyResponseToolChoice = Annotated[
+    Annotated[ToolChoice, Tag("Word")]
+    | Annotated[NamedResponseTool, Tag("Named")]
+    | Annotated[AllowedResponseTools, Tag("Allowed")],
+    CHOICE_KIND,
+]
 
 
 class TextFormat(BaseModel):
@@ -142,7 +174,7 @@ class TextOptions(BaseModel):
     """Options for the text of the answer."""
 
     format: TextFormat = Field(default_factory=lambda: TextFormat(type="text"))
-    verbosity: Annotated[str | None, Only(None, "medium")] = None
+    verbosity: Verbosity | None = None
 
 
 class ResponsesBody(GenerationBody):
@@ -161,27 +193,36 @@ class ResponsesBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     text: TextOptions = Field(default_factory=TextOptions)
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS), FirstError()] = Field(default_factory=list)
-    tool_choice: ToolChoice | NamedResponseTool = "auto"
+    tool_choice: AnyResponseToolChoice = "auto"
+    reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
     parallel_tool_calls: bool = True
 
     n: Annotated[int, Only(1)] = 1
+    prompt_logprobs: Annotated[int | None, Only(None)] = None
+    max_tool_calls: Annotated[Any, Only(None)] = None
+    enable_response_messages: Annotated[bool, Only(False)] = False
+    previous_input_messages: Annotated[Any, Only(None)] = None
     previous_response_id: Annotated[Any, Only(None)] = None
     conversation: Annotated[Any, Only(None)] = None
     prompt: Annotated[Any, Only(None)] = None
     background: Annotated[bool, Only(False)] = False
     truncation: Annotated[str, Only("disabled")] = "disabled"
-    reasoning: Annotated[Any, Only(None, {})] = None
 
     @cached_property
     def tool_use(self) -> ToolUse:
         """The combination of ``tools``, ``tool_choice`` and ``parallel_tool_calls``."""
-        choice = self.tool_choice
-        return tool_use(
-            self.tools,
-            None if isinstance(choice, NamedResponseTool) else choice,
-            named=choice.name if isinstance(choice, NamedResponseTool) else None,
-            is_parallel=self.parallel_tool_calls,
-        )
+        choice, parallel = self.tool_choice, self.parallel_tool_calls
+        match choice:
+            case NamedResponseTool():
+                return tool_use(self.tools, None, named=choice.name, is_parallel=parallel)
+            case AllowedResponseTools():
+                return tool_use(self.tools, choice.mode, named=None, allowed=choice.names, is_parallel=parallel)
+        return tool_use(self.tools, choice, named=None, is_parallel=parallel)
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template gets beside messages and tools; ``chat_template_kwargs`` override other fields."""
+        return {**effort_variables(self.reasoning.effort, self.text.verbosity), **self.chat_template_kwargs}
 
     @property
     def messages(self) -> list[ChatMessage]:

@@ -10,6 +10,9 @@ from megatron_runtime.sampling_params import SEEDS, SamplingParams
 from megatron_runtime.server.bodies.protocol import GenerationBody
 from megatron_runtime.server.errors import CONTEXT_EXCEEDED, ApiError, check_text
 
+MAX_TRUNCATED_CHARACTERS = 2**20
+"""Of a prompt with ``truncate_prompt_tokens``, which is tokenized as a whole."""
+
 
 def sampling_params(
     body: GenerationBody, *, sample: int, limit: int, vocab_size: int, grammar: str | None = None
@@ -24,7 +27,7 @@ def sampling_params(
     if body.min_tokens > limit:
         message = f"min_tokens: {body.min_tokens} is more than the limit of {limit} tokens for this answer; reduce it"
         raise ApiError(400, message, param="min_tokens")
-    top = body.top_n_log_probs
+    top = body.scored_tokens
     try:
         params = SamplingParams(
             **body.passed_on()
@@ -37,6 +40,8 @@ def sampling_params(
                 "return_log_probs": top is not None,
                 "skip_prompt_log_probs": not body.scores_prompt,
                 "top_n_logprobs": top or 0,
+                "return_tokens_as_token_ids": bool(top),  # Texts are ambiguous.
+                "detokenize_stop_sequence": body.include_stop_str_in_output,
                 "streaming": body.stream,
                 "streaming_interval": min(body.streaming_interval, max(limit, 1)),
             }
@@ -45,6 +50,7 @@ def sampling_params(
         raise ApiError(400, str(error), param=error.field) from error
     check_tokens(params.logit_bias or (), vocab_size, param="logit_bias")
     check_tokens(params.stop_token_ids or (), vocab_size, param="stop_token_ids")
+    check_tokens(params.allowed_token_ids or (), vocab_size, param="allowed_token_ids")
     return params
 
 
@@ -68,6 +74,37 @@ def check_characters(text: str, tokenizer: Tokenizer, longest: int | None, *, pa
             f"have. {CONTEXT_EXCEEDED}"
         )
         raise ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def truncated(tokens: list[int], body: GenerationBody, longest: int) -> list[int]:
+    """The end of a prompt, as many tokens as ``truncate_prompt_tokens`` says; -1 means as many as fit.
+
+    Raises:
+        ApiError: 400 when more tokens are kept than prompt and answer together may have, which is ``longest``.
+    """
+    count = body.truncate_prompt_tokens
+    if count is None:
+        return tokens
+    if count == 0:
+        message = "truncate_prompt_tokens: 0 leaves no prompt; keep at least 1 token, or -1 for as many as fit"
+        raise ApiError(400, message, param="truncate_prompt_tokens")
+    if count > longest:
+        message = (
+            f"truncate_prompt_tokens: {count} is more than the {longest} tokens that prompt and answer together may "
+            "have; reduce it"
+        )
+        raise ApiError(400, message, param="truncate_prompt_tokens")
+    if count == -1:
+        count = max(longest - max(body.token_limit or 1, 1), 1)
+    return tokens[len(tokens) - count :] if count < len(tokens) else tokens
+
+
+def check_truncatable(text: str, *, param: str) -> None:
+    """Raises ApiError 400 for a text that takes too long to tokenize for its last tokens, and for lone surrogates."""
+    check_text(text, param=param)
+    if len(text) > MAX_TRUNCATED_CHARACTERS:
+        message = f"{param}: {len(text)} characters are too many to truncate; send at most {MAX_TRUNCATED_CHARACTERS}"
+        raise ApiError(400, message, param=param)
 
 
 def token_limit(

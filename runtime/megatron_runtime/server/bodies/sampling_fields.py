@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from megatron_runtime.sampling_params import DEFAULTS, LONGEST_SALT, RANGES
-from megatron_runtime.server.bodies.limits import BadWords, Biases, StopTokens
+from megatron_runtime.server.bodies.limits import AllowedTokens, BadWords, Biases, StopTokens
 
 
 def parameter(name: str, default: Any = None, **limits: Any) -> Any:
@@ -42,6 +42,9 @@ class SamplingFields(BaseModel):
     bad_words: BadWords = Field(default_factory=list)
     stop_token_ids: StopTokens = Field(default_factory=list)
     ignore_eos: bool = False
+    allowed_token_ids: AllowedTokens | None = None
+    skip_special_tokens: bool = True
+    thinking_token_budget: int | None = parameter("thinking_token_budget")
     priority: int = parameter("priority")
     cache_salt: str | None = Field(None, min_length=1, max_length=LONGEST_SALT)
 

@@ -6,16 +6,36 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticSerializationError, to_json
 
 from megatron_runtime.server.bodies.call_arguments import JoinableArguments
+from megatron_runtime.server.bodies.limits import MAX_TOOLS, FirstError
 
 LONGEST_NAME = 128
+ToolChoice = Literal["none", "auto", "required"]
 NO_PARAMETERS: dict[str, Any] = {"properties": {}}
 """The schema of a function without parameters."""
+
+
+TOOL_TYPES = ("function",)
+
+
+def _known_type(value: Any) -> Any:
+    if value not in TOOL_TYPES:
+        raise ValueError(f"{value!r} is not a known type of tools; use {' or '.join(map(repr, TOOL_TYPES))}")
+    return value
+
+
+ToolType = Annotated[Literal["function"], BeforeValidator(_known_type)]
+
+
+class TypedTool(BaseModel):
+    """A base class after which ``type`` is validated first: other types have other fields."""
+
+    type: ToolType
 
 
 class FunctionDefinition(BaseModel):
@@ -54,7 +74,7 @@ class FunctionDefinition(BaseModel):
 class Tool(BaseModel):
     """A tool; functions are the only kind."""
 
-    type: Literal["function"]
+    type: ToolType
     function: FunctionDefinition
 
 
@@ -67,8 +87,32 @@ class NamedFunction(BaseModel):
 class NamedTool(BaseModel):
     """The tool that the model must call."""
 
-    type: Literal["function"]
+    type: ToolType
     function: NamedFunction
+
+
+class AllowedFunctions(BaseModel):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS), FirstError()]
+
+
+class AllowedTools(BaseModel):
+    """Limits the calls to some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+    @property
+    def mode(self) -> ToolChoice:
+        """Whether a call is required."""
+        return self.allowed_tools.mode
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the functions."""
+        return [tool.function.name for tool in self.allowed_tools.tools]
 
 
 class CalledFunction(BaseModel):
@@ -101,9 +145,6 @@ class ToolCall(BaseModel):
         return {**name, "type": "function", "function": self.function.for_template()}
 
 
-ToolChoice = Literal["none", "auto", "required"]
-
-
 @dataclass(frozen=True)
 class ToolUse:
     """The tools of a request and how they may be used."""
@@ -112,6 +153,8 @@ class ToolUse:
     choice: ToolChoice = "none"
     named: str | None = None
     """The only function that may be called; it must be called."""
+    allowed: frozenset[str] | None = None
+    """The functions that may be called; None for all."""
     is_parallel: bool = True
     """Whether one answer may have several calls."""
 
@@ -120,15 +163,27 @@ class ToolUse:
         """The functions that this answer may call."""
         if self.choice == "none":
             return []
-        return [function for function in self.functions if self.named in (None, function.name)]
+        return [function for function in self._allowed_functions if self.named in (None, function.name)]
+
+    @property
+    def _allowed_functions(self) -> list[FunctionDefinition]:
+        return [function for function in self.functions if self.allowed is None or function.name in self.allowed]
 
     def for_template(self) -> list[dict[str, Any]] | None:
-        """The tools for the chat template; None if none may be called."""
-        return [function.for_template() for function in self.functions] if self.choice != "none" else None
+        """The tools for the chat template; None if none may be called.
+
+        A model is shown only allowed functions: the format of its calls may have no grammar that excludes the others.
+        """
+        return [function.for_template() for function in self._allowed_functions] if self.choice != "none" else None
 
 
 def tool_use(
-    functions: Sequence[FunctionDefinition], choice: ToolChoice | None, *, named: str | None, is_parallel: bool
+    functions: Sequence[FunctionDefinition],
+    choice: ToolChoice | None,
+    *,
+    named: str | None,
+    is_parallel: bool,
+    allowed: Sequence[str] | None = None,
 ) -> ToolUse:
     """The combination of a body's fields about tools.
 
@@ -144,8 +199,33 @@ def tool_use(
         raise ValueError("tool_choice requires a call, but there are no tools")
     if named is not None and named not in names:
         raise ValueError(f"tool_choice names {named!r}, which is not one of the tools")
+    unknown = next((name for name in allowed or () if name not in names), None)
+    if unknown is not None:
+        raise ValueError(f"tool_choice allows {unknown!r}, which is not one of the tools")
     chosen: ToolChoice = "required" if wants_call else "none" if choice == "none" or not functions else "auto"
-    return ToolUse(tuple(functions), chosen, named, is_parallel)
+    limited = None if allowed is None else frozenset(allowed)
+    return ToolUse(tuple(functions), chosen, named, limited, is_parallel)
+
+
+def _kind_of_choice(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "Word"
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return _CHOICE_KINDS.get(kind) if isinstance(kind, str) else None
+
+
+_CHOICE_KINDS = {"function": "Named", "allowed_tools": "Allowed"}
+CHOICE_KIND = Discriminator(
+    _kind_of_choice,
+    custom_error_type="tool_choice_type",
+    custom_error_message=f"must be none, auto, required, or an object of type {' or '.join(_CHOICE_KINDS)}",
+)
+"""Selects the type of ``tool_choice`` with the tag Word, Named or Allowed."""
+AnyToolChoice = Annotated[
+    Annotated[ToolChoice, Tag("Word")] | Annotated[NamedTool, Tag("Named")] | Annotated[AllowedTools, Tag("Allowed")],
+    CHOICE_KIND,
+]
+"""``tool_choice`` of a chat."""
 
 
 def _object(arguments: str) -> Any:

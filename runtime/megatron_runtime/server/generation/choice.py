@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.sampling_params import SamplingParams, token_of_key
 
 
 class TokenLogProb(NamedTuple):
-    """A token with its log probability, and the most likely alternatives: text to log probability."""
+    """A token with its log probability, and the most likely tokens of its position, descending."""
 
     token: int
     log_prob: float
-    top: Mapping[str, float]
+    top: Mapping[int, float]
+    begins_text: bool = False
+    """Whether it is the first token of the text, which some tokenizers begin without the token's space."""
+
+    def limited(self, count: int) -> TokenLogProb:
+        """With at most this number of the most likely tokens."""
+        return self if len(self.top) <= count else self._replace(top=dict(islice(self.top.items(), count)))
 
 
 class Delta(NamedTuple):
@@ -28,6 +35,8 @@ class Delta(NamedTuple):
     prompt_log_probs: tuple[TokenLogProb, ...] = ()
     """Of the prompt's tokens from the second on, if requested: in the first delta."""
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    """The stop string, or the token of ``stop_token_ids``, that ended the choice; in its last delta."""
     generated_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
@@ -50,6 +59,8 @@ class ChoiceTask:
     """Whether the end-of-sequence token has a log probability too, so that there is one for each token."""
     shown: frozenset[int] = frozenset()
     """Special tokens to keep in the text."""
+    top_n: int | None = None
+    """Number of most likely tokens to report with each log probability of the answer; None for no log probabilities."""
 
     @property
     def wants_scored_prompt(self) -> bool:
@@ -60,9 +71,9 @@ class ChoiceTask:
 def token_log_probs(
     tokens: Sequence[int], values: Iterable[float] | None, tops: Sequence[Mapping[str, float]] | None
 ) -> tuple[TokenLogProb, ...]:
-    """One per value in ``values``; without alternatives where ``tops`` is None."""
+    """One per value in ``values``; without most likely tokens where ``tops`` is None."""
     numbers = [float(value) for value in (() if values is None else values)]
     if not numbers:
         return ()
-    alternatives = tops or [{}] * len(tokens)
-    return tuple(TokenLogProb(*entry) for entry in zip(tokens, numbers, alternatives, strict=False))
+    likely = [{token_of_key(key): value for key, value in top.items()} for top in tops or [{}] * len(tokens)]
+    return tuple(TokenLogProb(*entry) for entry in zip(tokens, numbers, likely, strict=False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from megatron_runtime.errors import ContextOverflowError, InvalidRequestError
 from megatron_runtime.inference_client import InferenceClient, StreamUpdate
 from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.model.tokenizer.detokenizer import IncrementalDetokenizer
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.server.errors import ApiError, context_exceeded, unavailable
 from megatron_runtime.server.generation.choice import ChoiceTask, Delta, TokenLogProb, token_log_probs
@@ -51,11 +52,12 @@ class ChoiceRun:
         self._timer = ChoiceTimer(runner.metrics, len(task.prompt))
         self._task = task
         self._deliver = deliver
-        self._detokenizer = self._tokenizer.incremental(shown=task.shown)
+        self._detokenizer = self._new_detokenizer()
         self._future: RequestFuture | None = None
         self._sent_text = ""
         self._sent_tokens = 0
         self._held: list[int] = []  # tokens that have produced no text yet
+        self._has_begun = not self._tokenizer.drops_first_space  # whether a log probability had begins_text, if needed
         self._most_cached = len(task.prompt)
 
     def start(self) -> None:
@@ -110,7 +112,7 @@ class ChoiceRun:
         text = self._detokenizer.push(update.new_tokens)
         self._sent_text += text
         self._sent_tokens += len(update.new_tokens)
-        log_probs = token_log_probs(update.new_tokens, update.new_log_probs, update.new_top_n_logprobs)
+        log_probs = self._log_probs(update.new_tokens, update.new_log_probs, update.new_top_n_logprobs)
         if text or log_probs:
             held, self._held = self._held, []
             self._deliver(Delta(self._task.index, text, log_probs, tuple(held)))
@@ -120,8 +122,8 @@ class ChoiceRun:
         self._timer.count(request)
         _raise_if_failed(request)
         tokens = request.generated_tokens
-        log_probs = token_log_probs(tokens, request.generated_log_probs, request.generated_top_n_logprobs)
-        if self._ended_by_token(tokens) and not self._task.with_every_token:
+        log_probs = self._log_probs(tokens, request.generated_log_probs, request.generated_top_n_logprobs)
+        if self._ended_by_token(request) and not self._task.with_every_token:
             log_probs = log_probs[: len(tokens) - 1]
         last = Delta(
             self._task.index,
@@ -130,6 +132,7 @@ class ChoiceRun:
             (*self._held, *tokens[self._sent_tokens :]),
             self._prompt_log_probs(request),
             finish_reason="length" if request.finish_reason == "length" else "stop",
+            stop_reason=request.stop_reason,
             generated_tokens=len(tokens),
             cached_tokens=min(request.num_cached_tokens, self._most_cached),
             weight_version=request.weight_version,
@@ -142,10 +145,12 @@ class ChoiceRun:
         """The answer's text, including the special tokens to keep."""
         text = request.generated_text or ""
         tokens = request.generated_tokens
-        if not self._task.shown.intersection(tokens):
+        params = self._task.params
+        if not params.skip_special_tokens or not self._task.shown.intersection(tokens):
             return text
-        visible = tokens[: len(tokens) - 1] if self._ended_by_token(tokens) else tokens
-        detokenizer = self._tokenizer.incremental(shown=self._task.shown)
+        hides_last = self._ended_by_token(request) and not params.detokenize_stop_sequence
+        visible = tokens[: len(tokens) - 1] if hides_last else tokens
+        detokenizer = self._new_detokenizer()
         with_special = detokenizer.push(visible) + detokenizer.flush()
         # The engine cuts the text at a stop string, which may begin in the middle of a token.
         excess = len(self._tokenizer.detokenize(visible)) - len(text)
@@ -154,9 +159,35 @@ class ChoiceRun:
     def _prompt_log_probs(self, request: DynamicInferenceRequest) -> tuple[TokenLogProb, ...]:
         return token_log_probs(self._task.prompt[1:], request.prompt_log_probs, request.prompt_top_n_logprobs)
 
-    def _ended_by_token(self, tokens: Sequence[int]) -> bool:
-        """Whether an end-of-sequence token ended the answer."""
-        return bool(tokens) and tokens[-1] in self._tokenizer.eos_token_ids and not self._task.params.ignore_eos
+    def _log_probs(
+        self, tokens: Sequence[int], values: Iterable[float] | None, tops: Sequence[Mapping[str, float]] | None
+    ) -> tuple[TokenLogProb, ...]:
+        """Of the answer's next tokens, as far as the client asked for them."""
+        if self._task.top_n is None:
+            return ()
+        entries = [entry.limited(self._task.top_n) for entry in token_log_probs(tokens, values, tops)]
+        if not self._has_begun:
+            first = next((at for at, entry in enumerate(entries) if self._is_visible(entry.token)), None)
+            if first is not None:
+                self._has_begun = True
+                entries[first] = entries[first]._replace(begins_text=True)
+        return tuple(entries)
+
+    def _is_visible(self, token: int) -> bool:
+        shows_all = not self._task.params.skip_special_tokens
+        return shows_all or token in self._task.shown or not self._tokenizer.is_special(token)
+
+    def _new_detokenizer(self) -> IncrementalDetokenizer:
+        skips = self._task.params.skip_special_tokens
+        return self._tokenizer.incremental(skip_special_tokens=skips, shown=self._task.shown)
+
+    def _ended_by_token(self, request: DynamicInferenceRequest) -> bool:
+        """Whether a token ended the answer: an end-of-sequence token, or one of the request's stop tokens."""
+        if request.finish_reason != "stop" or isinstance(request.stop_reason, str) or not request.generated_tokens:
+            return False
+        last = request.generated_tokens[-1]
+        is_own_end = last in self._tokenizer.eos_token_ids and not self._task.params.ignore_eos
+        return is_own_end or request.stop_reason is not None
 
 
 def _changed(params: SamplingParams, **values: object) -> SamplingParams:

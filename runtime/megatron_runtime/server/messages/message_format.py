@@ -9,6 +9,7 @@ from functools import cached_property
 from megatron_runtime.call_format import CallFormat
 from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.server.bodies.guided import OutputConstraint
 from megatron_runtime.server.bodies.tools import ToolUse
 from megatron_runtime.server.errors import ApiError
@@ -68,6 +69,33 @@ class ResponseParsing:
         calls = self.format.parser(schemas)
         return MessageParser(thoughts, calls, most_calls=most_calls, begins_call=self.format.begins_call)
 
+    def limit_thinking(self, params: SamplingParams) -> None:
+        """Completes ``thinking_token_budget`` with the markers of the reasoning; answers without reasoning have no
+        budget.
+
+        Raises:
+            ApiError: 400 without a parser for reasoning, whose markers the budget needs.
+        """
+        if params.thinking_token_budget is None:
+            return
+        if not self.has_parser:
+            message = (
+                "thinking_token_budget: the reasoning of the answer is unknown; start the server with one of "
+                f"--parsers {' | '.join(REASONING_PARSERS)}, and send a chat or a response"
+            )
+            raise ApiError(400, message, param="thinking_token_budget")
+        if self.format is not None and self.format.has_channels:
+            message = (
+                "thinking_token_budget: reasoning in a channel of its own has no budget; leave this field out, or use "
+                "reasoning_effort"
+            )
+            raise ApiError(400, message, param="thinking_token_budget")
+        if self.starts_with_reasoning is None:
+            params.thinking_token_budget = None
+            return
+        params.thinking_begin = "" if self.starts_with_reasoning else self.style.begins[0]
+        params.thinking_end = self.style.ends[0]
+
     def grammar(self, constraint: OutputConstraint | None) -> str | None:
         """The grammar of the whole answer, with ``constraint`` on its content; None for unconstrained answers.
 
@@ -107,7 +135,7 @@ class ResponseParsing:
         if constraint is not None:
             calls = [self._calls(form)] if constraint.is_response_format else []
             return guides.either_grammar(constraint.grammar, *calls) if calls else constraint.grammar
-        return self._calls(form, is_required=False) if self._has_strict_function and form.has_marker else None
+        return self._calls(form, is_required=False) if self._is_strict and form.has_marker else None
 
     def _in_channels(self, form: CallFormat, constraint: OutputConstraint | None) -> str | None:
         from megatron_runtime import guides
@@ -120,14 +148,15 @@ class ResponseParsing:
             return guides.harmony_grammar(
                 calls=self._calls(form) if may_call else None, final=final, tokens=self.tokens
             )
-        if self.tools.choice == "none" or not self._has_strict_function:
+        if self.tools.choice == "none" or not self._is_strict:
             return None
         calls = self._calls(form, is_required=False, or_text=False)
         return guides.harmony_grammar(calls=calls, tokens=self.tokens)
 
     @property
-    def _has_strict_function(self) -> bool:
-        return any(function.strict for function in self.tools.functions)
+    def _is_strict(self) -> bool:
+        """Whether a grammar enforces the calls that the model chooses to make."""
+        return self.tools.allowed is not None or any(function.strict for function in self.tools.callable_functions)
 
     def _calls(self, form: CallFormat, *, is_required: bool = True, or_text: bool | None = None) -> str:
         """A grammar for calls. Unless they are required, it permits text too, and any arguments without ``strict``."""
@@ -156,15 +185,20 @@ class MessageFormat:
         self._tool_parser = chosen_parser(parsers, TOOL_PARSERS)
         self._reasoning_parser = chosen_parser(parsers, REASONING_PARSERS)
 
-    def parsing(self, tools: ToolUse, prompt: Sequence[int]) -> ResponseParsing:
+    def parsing(self, tools: ToolUse, prompt: Sequence[int], continued: str | None = None) -> ResponseParsing:
         """How the answers to a prompt are parsed.
+
+        Args:
+            tools: The tools of the request.
+            prompt: Its tokens.
+            continued: The beginning of the answer if it is part of the prompt.
 
         Raises:
             ApiError: 400 when the format of the model's tool calls is unknown.
         """
         tool_format = self._format(tools)
         style = self._style
-        starts_with_reasoning = None if style is None else _starts_with_reasoning(style, self._tail(prompt))
+        starts_with_reasoning = None if style is None else self._starts_with_reasoning(style, prompt, continued)
         markers = list(tool_format.markers if tool_format else ())
         if style is not None and starts_with_reasoning is not None:
             markers += style.markers
@@ -213,11 +247,17 @@ class MessageFormat:
             raise ApiError(400, message, param="tools")
         return known
 
-    def _tail(self, prompt: Sequence[int]) -> str:
-        return self._tokenizer.detokenize(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
+    def _starts_with_reasoning(
+        self, style: ReasoningStyle, prompt: Sequence[int], continued: str | None
+    ) -> bool | None:
+        if continued is not None and continued.strip():
+            return True if _last_of(style.begins, continued) > _last_of(style.ends, continued) else None
+        tail = self._tokenizer.detokenize(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
+        if tail.endswith(style.ends):
+            return None
+        return style.is_certain or tail.endswith(style.begins)
 
 
-def _starts_with_reasoning(style: ReasoningStyle, tail: str) -> bool | None:
-    if tail.endswith(style.ends):
-        return None
-    return style.is_certain or tail.endswith(style.begins)
+def _last_of(markers: Sequence[str], text: str) -> int:
+    """The last index of any of the markers; -1 if there is none."""
+    return max(text.rfind(marker) for marker in markers)

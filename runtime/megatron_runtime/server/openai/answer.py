@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server.bodies.protocol import GenerationBody
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.generation.choice import Delta
 from megatron_runtime.server.messages.message_format import ResponseParsing
 from megatron_runtime.server.openai.streaming import Chunk
+from megatron_runtime.server.openai.token_texts import TokenTexts
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,10 @@ class Answer:
         weights = _fingerprint(max((delta.weight_version for delta in deltas), default=0))
         return {**self.head(kind), "choices": choices, "usage": usage.body(), **weights}
 
+    def token_texts(self, tokenizer: Tokenizer) -> TokenTexts:
+        """How log probabilities describe tokens."""
+        return TokenTexts(tokenizer, as_ids=self.body.return_tokens_as_token_ids)
+
     def head(self, kind: str) -> dict[str, Any]:
         """The metadata of the answer, in its body or in every chunk."""
         return {
@@ -70,12 +76,13 @@ class UsageMeter:
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
-        self._generated = 0
+        self._generated: dict[int, int] = {}
         self._cached: dict[int, int] = {}
 
     def add(self, delta: Delta) -> None:
         """Adds a delta."""
-        self._generated += delta.generated_tokens
+        known = self._generated.get(delta.choice, 0) + len(delta.tokens)
+        self._generated[delta.choice] = known if delta.finish_reason is None else delta.generated_tokens
         if delta.finish_reason is not None:
             # A prompt is counted once for all its choices; tokens that any choice computed were not cached.
             prompt = delta.choice // self._answer.body.n
@@ -83,11 +90,11 @@ class UsageMeter:
 
     def body(self) -> dict[str, Any]:
         """The usage of all deltas so far, in the format of OpenAI's API."""
-        prompt = self._answer.prompt_tokens
+        prompt, generated = self._answer.prompt_tokens, sum(self._generated.values())
         return {
             "prompt_tokens": prompt,
-            "completion_tokens": self._generated,
-            "total_tokens": prompt + self._generated,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
         }
 
@@ -102,17 +109,19 @@ class AnswerChunks:
         self._openings = openings
         self._usage = UsageMeter(answer)
         self._include_usage = answer.body.include_usage
+        self._is_continuous = answer.body.include_continuous_usage
         self._head = answer.head(kind) | ({"usage": None} if self._include_usage else {})
 
     def opening(self) -> Iterable[Chunk]:
         """See ``ChunkWriter``."""
-        return [{**self._head, "choices": [opening]} for opening in self._openings]
+        return [{**self._head, "choices": [opening], **self._usage_so_far()} for opening in self._openings]
 
     def delta(self, delta: Delta) -> Iterable[Chunk]:
         """See ``ChunkWriter``."""
         self._usage.add(delta)
         weights = {} if delta.finish_reason is None else _fingerprint(delta.weight_version)
-        return [{**self._head, "choices": [piece], **weights} for piece in self._pieces(delta)]
+        more = {**weights, **self._usage_so_far()}
+        return [{**self._head, "choices": [piece], **more} for piece in self._pieces(delta)]
 
     def ending(self) -> Iterable[Chunk]:
         """See ``ChunkWriter``."""
@@ -121,3 +130,6 @@ class AnswerChunks:
     def failure(self, error: ApiError) -> Iterable[Chunk]:
         """See ``ChunkWriter``."""
         return [error.body()]
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        return {"usage": self._usage.body()} if self._is_continuous else {}

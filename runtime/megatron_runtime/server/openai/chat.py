@@ -12,26 +12,32 @@ from megatron_runtime.server.messages.message import MessageBuilder
 from megatron_runtime.server.messages.message_parts import joined
 from megatron_runtime.server.openai.answer import Answer, AnswerChunks
 from megatron_runtime.server.openai.token_ids import TokenIds
+from megatron_runtime.server.openai.token_texts import TokenTexts
 
 
 def chat_completion(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenizer) -> dict[str, Any]:
     """The complete answer from the last delta of every choice."""
     ids = TokenIds(answer, tokenizer)
+    body, texts = _chat_body(answer), answer.token_texts(tokenizer)
 
     def choice(delta: Delta) -> dict[str, Any]:
         message = _Message(answer)
         message.add(delta)
         return {
             "index": delta.choice,
-            "message": message.builder.body() | ids.of_whole(delta),
-            "logprobs": chat_logprobs(delta.log_probs, tokenizer),
+            "message": _echoing(body, message.builder.body()) | ids.of_whole(delta),
+            "logprobs": chat_logprobs(delta.log_probs, texts),
             "finish_reason": message.builder.finish_reason(delta.finish_reason),
+            "stop_reason": delta.stop_reason,
             **ids.of_piece(delta),
-            **_prompt_scores(delta),
+            **_prompt_scores(body, delta),
             **ids.of_routing(delta),
         }
 
-    return answer.whole("chat.completion", deltas, choice) | ids.of_prompt(0)
+    whole = answer.whole("chat.completion", deltas, choice) | ids.of_prompt(0)
+    if body.prompt_logprobs is not None:
+        whole["prompt_logprobs"] = texts.prompt_scores(deltas[0].prompt_log_probs, body.prompt_logprobs)
+    return whole
 
 
 def chat_chunks(answer: Answer, tokenizer: Tokenizer) -> AnswerChunks:
@@ -39,12 +45,13 @@ def chat_chunks(answer: Answer, tokenizer: Tokenizer) -> AnswerChunks:
     ids = TokenIds(answer, tokenizer)
     no_tokens = ids.of_piece(Delta(0, ""))
     messages = [_Message(answer) for _ in range(answer.choices)]
+    body, texts = _chat_body(answer), answer.token_texts(tokenizer)
 
     def pieces(delta: Delta) -> Iterator[dict[str, Any]]:
         message = messages[delta.choice]
-        new = ids.of_piece(delta) | _prompt_scores(delta)
+        new = ids.of_piece(delta) | _prompt_scores(body, delta)
         whole = ids.of_whole(delta)
-        logprobs = chat_logprobs(delta.log_probs, tokenizer)
+        logprobs = chat_logprobs(delta.log_probs, texts)
         changes = message.add(delta)
         if not changes and (logprobs or delta.prompt_log_probs or new.get("token_ids")):
             changes = [message.nothing]
@@ -54,17 +61,31 @@ def chat_chunks(answer: Answer, tokenizer: Tokenizer) -> AnswerChunks:
             yield _piece(delta.choice, change, logprobs) | new
         if delta.finish_reason is not None:
             reason = message.builder.finish_reason(delta.finish_reason)
-            yield _piece(delta.choice, whole, finish_reason=reason) | ids.of_routing(delta)
+            ending = {"stop_reason": delta.stop_reason, **ids.of_routing(delta)}
+            yield _piece(delta.choice, whole, finish_reason=reason) | ending
 
     openings = [
-        _piece(choice, {"role": "assistant", "content": ""}) | ids.of_prompt(choice) | no_tokens
+        _piece(choice, {"role": "assistant", "content": body.echoed_message}) | ids.of_prompt(choice) | no_tokens
         for choice in range(answer.choices)
     ]
     return AnswerChunks(answer, "chat.completion.chunk", pieces, openings)
 
 
-def _prompt_scores(delta: Delta) -> dict[str, Any]:
-    """Log probabilities of the prompt's tokens from the second on, if the delta has them."""
+def _chat_body(answer: Answer) -> ChatCompletionBody:
+    assert isinstance(answer.body, ChatCompletionBody)
+    return answer.body
+
+
+def _echoing(body: ChatCompletionBody, message: dict[str, Any]) -> dict[str, Any]:
+    """The message after the one that the request repeats, if it does."""
+    echoed = body.echoed_message
+    return {**message, "content": echoed + (message["content"] or "")} if echoed else message
+
+
+def _prompt_scores(body: ChatCompletionBody, delta: Delta) -> dict[str, Any]:
+    """Log probabilities of the prompt's tokens from the second on, if the delta has them, in Megatron's field."""
+    if body.skip_prompt_log_probs or not body.logprobs:
+        return {}
     scores = [entry.log_prob for entry in delta.prompt_log_probs]
     return {"prompt_log_probs": scores} if scores else {}
 
@@ -73,9 +94,8 @@ class _Message:
     """The message of one choice, built from its deltas."""
 
     def __init__(self, answer: Answer) -> None:
-        assert isinstance(answer.body, ChatCompletionBody)
         self._parser = None if answer.parsing.is_plain else answer.parsing.new_parser()
-        self.builder = MessageBuilder(answer.parsing, shows_reasoning=answer.body.include_reasoning)
+        self.builder = MessageBuilder(answer.parsing, shows_reasoning=_chat_body(answer).include_reasoning)
         self.nothing: dict[str, Any] = {"content": ""} if self._parser is None else {}
         """The ``delta`` of a chunk without content."""
 
@@ -89,27 +109,12 @@ class _Message:
         return self.builder.add(parts)
 
 
-def chat_logprobs(entries: Sequence[TokenLogProb], tokenizer: Tokenizer) -> dict[str, Any] | None:
+def chat_logprobs(entries: Sequence[TokenLogProb], texts: TokenTexts) -> dict[str, Any] | None:
     """Log probabilities in the format of the chat endpoint; None if there are none."""
-    if not entries:
-        return None
-    return {"content": [token_logprob(entry, tokenizer) for entry in entries], "refusal": None}
-
-
-def token_logprob(entry: TokenLogProb, tokenizer: Tokenizer) -> dict[str, Any]:
-    """A token with its log probability, its bytes, and the most likely alternatives."""
-    text = tokenizer.detokenize([entry.token], skip_special_tokens=False)
-    return {
-        **_token(text, entry.log_prob),
-        "top_logprobs": [_token(text, value) for text, value in entry.top.items()],
-    }
+    return {"content": [texts.scored(entry) for entry in entries], "refusal": None} if entries else None
 
 
 def _piece(
     index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
 ) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-def _token(text: str, log_prob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": log_prob, "bytes": list(text.encode())}

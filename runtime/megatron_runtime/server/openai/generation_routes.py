@@ -15,6 +15,7 @@ from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server import documentation
 from megatron_runtime.server.bodies.protocol import ChatCompletionBody, CompletionBody, GenerationBody
 from megatron_runtime.server.bodies.responses_protocol import ResponsesBody
+from megatron_runtime.server.bodies.sampling import truncated
 from megatron_runtime.server.body_route import BodyRoute, body_route
 from megatron_runtime.server.documentation import answers, request_example
 from megatron_runtime.server.frontend_context import FrontendContext
@@ -46,9 +47,12 @@ class _AnswerFormat:
 
 
 def _chat_prompts(body: ChatCompletionBody, frontend: FrontendContext) -> tuple[list[list[int]], ResponseParsing]:
-    form = frontend.message_format
-    prompt = chat_prompt(body, frontend.tokenizer, frontend.options.max_sequence_length, form.tool_format)
-    return [prompt], form.parsing(body.tool_use, prompt)
+    options, form = frontend.options, frontend.message_format
+    trusts = options.http.trust_request_chat_template
+    longest = options.max_sequence_length
+    prompt = chat_prompt(body, frontend.tokenizer, longest, form.tool_format, trusts_templates=trusts)
+    continued = str(body.messages[-1].for_template()["content"]) if body.continue_final_message else None
+    return [prompt], form.parsing(body.tool_use, prompt, continued)
 
 
 def _completion_prompts(body: CompletionBody, frontend: FrontendContext) -> tuple[list[list[int]], ResponseParsing]:
@@ -59,12 +63,15 @@ def _response_prompts(body: ResponsesBody, frontend: FrontendContext) -> tuple[l
     prompt = render(
         body.messages,
         frontend.tokenizer,
-        body.chat_template_kwargs,
+        body.template_variables,
         param="input",
         tools=body.tool_use.for_template(),
         longest=frontend.options.max_sequence_length,
+        add_special_tokens=bool(body.add_special_tokens),
+        is_truncated=body.truncate_prompt_tokens is not None,
         tool_format=frontend.message_format.tool_format,
     )
+    prompt = truncated(prompt, body, frontend.options.max_sequence_length)
     return [prompt], frontend.message_format.parsing(body.tool_use, prompt)
 
 
@@ -150,6 +157,8 @@ def _new_answer(frontend: FrontendContext, body: GenerationBody, prepared: _Prep
     uuid = prepared.tasks[0].uuid
     if frontend.options.http.megatron_http and uuid is not None:
         return Answer(body, prepared.prompts, "", prepared.parsing, number=uuid.hex())
+    if body.request_id is not None:
+        return Answer(body, prepared.prompts, style.id_prefix, prepared.parsing, number=body.request_id)
     return Answer(body, prepared.prompts, style.id_prefix, prepared.parsing)
 
 

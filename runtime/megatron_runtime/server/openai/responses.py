@@ -11,7 +11,6 @@ from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.generation.choice import Delta
 from megatron_runtime.server.messages.message_parts import CallStart, Content, Part, Reasoning
 from megatron_runtime.server.openai.answer import Answer, UsageMeter
-from megatron_runtime.server.openai.chat import token_logprob
 from megatron_runtime.server.openai.response_items import (
     Event,
     FunctionCallItem,
@@ -71,6 +70,7 @@ class _Response:
         self._request = answer.body
         self._answer = answer
         self._tokenizer = tokenizer
+        self._texts = answer.token_texts(tokenizer)
         self._parser = answer.parsing.new_parser()
         self._items: list[Item] = []
         self._logprobs: list[dict[str, Any]] = []  # of tokens that have produced no text yet
@@ -80,7 +80,7 @@ class _Response:
     def add(self, delta: Delta) -> Iterator[Event]:
         """Adds a delta; returns its events."""
         self._usage.add(delta)
-        self._logprobs += [token_logprob(entry, self._tokenizer) for entry in delta.log_probs]
+        self._logprobs += [self._texts.scored(entry) for entry in delta.log_probs]
         parts = self._parser.push(delta.text)
         if delta.finish_reason is not None:
             parts += self._parser.finish(is_cut=delta.finish_reason == "length")
@@ -138,11 +138,14 @@ class _Response:
             "output": self._output() if is_finished else [],
             "parallel_tool_calls": request.parallel_tool_calls,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": request.reasoning.effort, "summary": request.reasoning.summary},
             "store": False,
             "temperature": request.temperature,
-            "text": {"format": request.text.format.model_dump(exclude_none=True)},
-            "tool_choice": request.tool_choice if isinstance(request.tool_choice, str) else dict(request.tool_choice),
+            "text": {
+                "format": request.text.format.model_dump(exclude_none=True),
+                **({} if request.text.verbosity is None else {"verbosity": request.text.verbosity}),
+            },
+            "tool_choice": choice if isinstance(choice := request.tool_choice, str) else choice.model_dump(),
             "tools": [tool.model_dump() for tool in request.tools],
             "top_logprobs": request.top_logprobs,
             "top_p": request.top_p,

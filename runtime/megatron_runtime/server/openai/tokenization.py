@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server.bodies.limits import TokenId
+from megatron_runtime.server.bodies.only import Only
 from megatron_runtime.server.bodies.protocol import ChatMessage
 from megatron_runtime.server.bodies.sampling import check_tokens
 from megatron_runtime.server.bodies.tools import Tool
@@ -27,6 +28,8 @@ class TokenizeBody(BaseModel):
     add_special_tokens: bool = True
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: Annotated[Any, Only(None)] = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     tools: list[Tool] = Field(default_factory=list)
     return_token_strs: bool = False
@@ -35,6 +38,8 @@ class TokenizeBody(BaseModel):
     def _one_of_prompt_and_messages(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("set either prompt or messages")
+        if self.continue_final_message:
+            self.add_generation_prompt = False
         return self
 
 
@@ -59,6 +64,7 @@ def tokenize(
             body.chat_template_kwargs,
             param="messages",
             add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
             tools=[tool.function.for_template() for tool in body.tools] or None,
             tool_format=tool_format,
         )

@@ -5,11 +5,13 @@ from __future__ import annotations
 from megatron_runtime.engine.sampling.filters.grammar import GrammarFilter
 from megatron_runtime.engine.sampling.filters.protocol import LogitsEdit, LogitsFilter
 from megatron_runtime.engine.sampling.filters.token_edits import (
+    AllowedTokens,
     BadWords,
     FrequencyAndPresencePenalty,
     LogitBias,
     MinTokens,
     RepetitionPenalty,
+    ThinkingBudget,
 )
 from megatron_runtime.engine.sampling.filters.truncations import MinP, TopK, TopNSigma, TopP, Truncation
 
@@ -19,6 +21,8 @@ EDITS: tuple[type[LogitsFilter[LogitsEdit]], ...] = (
     FrequencyAndPresencePenalty,
     MinTokens,
     BadWords,
+    AllowedTokens,
+    ThinkingBudget,
     GrammarFilter,
 )
 """Filters that change logits, before the temperature."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_runtime.engine.sampling.grammar import RequestGuide
+from megatron_runtime.engine.sampling.thinking import ThinkingLimit
 from megatron_runtime.engine.scheduling.sequence import Sequence
 from megatron_runtime.sampling_params import SamplingParams
 
@@ -31,6 +32,8 @@ class FilterRequest:
     """Token sequences that the answer must not contain, each of one token or more."""
     guide: RequestGuide | None = None
     """Follows the request's grammar."""
+    thinking: ThinkingLimit | None = None
+    """Ends the reasoning at the request's budget."""
 
 
 @dataclass(frozen=True)

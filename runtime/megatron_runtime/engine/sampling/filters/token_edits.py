@@ -10,12 +10,14 @@ from torch import Tensor
 
 from megatron_runtime.engine.sampling.filters.protocol import FilterRequest
 from megatron_runtime.engine.sampling.filters.token_filter import (
+    NO_VALUES,
     FixedEdit,
     GrowingEdit,
     RequestEdit,
     TokenFilter,
     TokenValues,
 )
+from megatron_runtime.engine.sampling.thinking import ThinkingLimit
 
 
 class LogitBias(TokenFilter):
@@ -103,6 +105,56 @@ class BadWords(TokenFilter):
     def changed(logits: Tensor, values: Tensor) -> Tensor:
         """Subtract the values, which are infinite."""
         return logits - values
+
+
+class AllowedTokens(TokenFilter):
+    """Excludes all tokens but the allowed ones."""
+
+    parameters = ("allowed_token_ids",)
+
+    def start(self, request: FilterRequest) -> RequestEdit | None:
+        """The tokens that the request does not allow."""
+        allowed = request.params.allowed_token_ids
+        if allowed is None:
+            return None
+        excluded = np.setdiff1d(np.arange(self.vocab_size), allowed, assume_unique=False)
+        return FixedEdit(dict.fromkeys(excluded.tolist(), np.inf)) if len(excluded) else None
+
+    @staticmethod
+    def changed(logits: Tensor, values: Tensor) -> Tensor:
+        """Subtract the values, which are infinite."""
+        return logits - values
+
+
+class ThinkingBudget(TokenFilter):
+    """Excludes all tokens but the next one of the end marker once the budget of the reasoning is spent."""
+
+    parameters = ("thinking_token_budget",)
+
+    def start(self, request: FilterRequest) -> RequestEdit | None:
+        """The request's limit."""
+        return None if request.thinking is None else _ForcedTokens(request.thinking, self.vocab_size)
+
+    @staticmethod
+    def changed(logits: Tensor, values: Tensor) -> Tensor:
+        """Subtract the values, which are infinite."""
+        return logits - values
+
+
+class _ForcedTokens:
+    """All tokens but the forced one, where there is one."""
+
+    def __init__(self, thinking: ThinkingLimit, vocab_size: int) -> None:
+        self._thinking = thinking
+        self._vocab_size = vocab_size
+
+    def after(self, tokens: Sequence[int], length: int) -> TokenValues:
+        """As in RequestEdit."""
+        forced = self._thinking.forced(tokens, length)
+        if forced is None:
+            return NO_VALUES
+        excluded = np.delete(np.arange(self._vocab_size), forced)
+        return excluded, np.full(len(excluded), np.inf, np.float32)
 
 
 class _BadWordsEdit:

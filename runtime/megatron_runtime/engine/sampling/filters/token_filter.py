@@ -17,7 +17,7 @@ from megatron_runtime.engine.sampling.filters.protocol import Draws, FilterReque
 _FIRST_CAPACITY = 64
 TokenValues = tuple[NDArray[np.int64], NDArray[np.float32]]
 """Distinct tokens [n], and a value [n] for each."""
-_NONE: TokenValues = np.empty(0, np.int64), np.empty(0, np.float32)
+NO_VALUES: TokenValues = np.empty(0, np.int64), np.empty(0, np.float32)
 
 
 class RequestEdit(Protocol):
@@ -106,7 +106,7 @@ class FixedEdit:
     def after(self, tokens: Sequence[int], length: int) -> TokenValues:
         """As in RequestEdit."""
         del tokens
-        return self._values if self._until is None or length < self._until else _NONE
+        return self._values if self._until is None or length < self._until else NO_VALUES
 
 
 class GrowingEdit(ABC):
