@@ -9,6 +9,7 @@ import pytest
 from messaging_support.fake_engine import FakeEngine
 from messaging_support.fleet import Fleet, until
 from messaging_support.unknown_peer import receive, unknown_peer
+from runtime_support.resident_memory import resident_bytes
 from runtime_support.reused_identities import reconnect
 from suite_support.repetition import repeated
 
@@ -19,6 +20,9 @@ from megatron_runtime.wire import codec, sockets
 
 KEY = "k" * 40
 RECONNECTS = repeated(1_000, 10_000)
+WARM_UP = 100
+MOST_GROWTH = 0.2
+"""Maximum growth of the coordinator's memory, as a share of it."""
 
 
 @pytest.mark.repetition
@@ -34,9 +38,13 @@ async def test_a_reused_identity_or_name_does_not_end_the_coordinator(
         client = await fleet.connect()
         await fleet.ready(client, 1)
         epoch = client.coordinator_epoch
+        await asyncio.to_thread(reconnect, fleet.address, key, WARM_UP, identity=identity, name=name)
+        assert coordinator.pid is not None
+        before = resident_bytes(coordinator.pid)
         await asyncio.to_thread(reconnect, fleet.address, key, RECONNECTS, identity=identity, name=name)
         assert (await client.add_request("hello", SamplingParams(num_tokens_to_generate=5))).succeeded()
         assert (coordinator.restarts, client.coordinator_epoch) == (0, epoch)
+        assert resident_bytes(coordinator.pid) < (1 + MOST_GROWTH) * before
 
 
 @pytest.fixture
