@@ -78,7 +78,9 @@ def try_attack(start: Start, attack: Attack, chosen: argparse.Namespace, folder:
     body, sent = attack.body(), folder / "statuses"
     file = folder / "body"
     file.write_bytes(body)
-    command = [sys.executable, SENDER, str(start.port), attack.path, file, str(chosen.connections)]
+    port = start.control_port if attack.to_control else start.port
+    command = [sys.executable, SENDER, str(port), attack.path, file, str(chosen.connections)]
+    command += ["endless"] if attack.is_endless else []
     with Watch(start.pid) as watch:
         with sent.open("w") as out:
             sender = subprocess.Popen(command, stdout=out)

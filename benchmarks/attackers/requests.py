@@ -14,11 +14,17 @@ TURN = [{"role": "user", "content": "Hello"}]
 
 @dataclass(frozen=True)
 class Attack:
-    """``body`` makes the request's body, which each connection sends again and again."""
+    """``body`` makes the request's body, which each connection sends again and again.
+
+    With ``is_endless`` each connection sends a head without an end instead, which begins with ``body``. With
+    ``to_control`` the control API gets it, without a token.
+    """
 
     name: str
     path: str
     body: Callable[[], bytes]
+    is_endless: bool = False
+    to_control: bool = False
 
 
 def _completion(name: str, **fields: Any) -> Attack:
@@ -48,6 +54,9 @@ def _stops(number: int, length: int) -> list[str]:
     return [f"{index:0{length}d}" for index in range(number)]
 
 
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Long: "
+
+
 def attacks() -> tuple[Attack, ...]:
     """All attacks, in the order of the output."""
     return (
@@ -70,4 +79,7 @@ def attacks() -> tuple[Attack, ...]:
         _chat("schemas of 900 properties, all different", response_format=_wide(900)),
         _chat("schema of 20,000 properties", response_format=_wide(20_000)),
         _completion("expression that repeats", guided_regex="((a{1,99}b{1,99}){1,99}c){1,99}"),
+        Attack("header without an end", COMPLETIONS, lambda: HEAD, is_endless=True),
+        Attack("header without an end, control API", "/v1/pause", lambda: HEAD, is_endless=True, to_control=True),
+        Attack("body of 70 MiB, control API", "/v1/pause", lambda: b'"' + b"x" * (70 * MIB), to_control=True),
     )

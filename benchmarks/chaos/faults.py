@@ -16,9 +16,10 @@ from cluster_support.errors import NotReadyError
 
 from chaos.site import CONTAINER, Site
 
-RANK = "megatron_runtime.rank"
+RANK, COORDINATOR, FRONTEND = "megatron_runtime.rank", "coordinator_process", "server.frontend"
 COORDINATOR_PORT = 5557
 CUT_SECONDS = 15.0
+STALL_SECONDS = 20.0
 LOST_SECONDS = 10.0
 """Time for which the API server considers the node lost, in seconds."""
 SECONDS_AHEAD = 30.0
@@ -82,6 +83,23 @@ def _kill_leaders_processes(site: Site) -> None:
     _kill(site.processes(site.leader()))
 
 
+def _stop_for_a_while(words: str) -> Callable[[Site], None]:
+    """The leader's processes with these words on their command line do not run for STALL_SECONDS."""
+
+    def inject(site: Site) -> None:
+        stopped = site.processes(site.leader(), words)
+        try:
+            for process in stopped:
+                os.kill(process, signal.SIGSTOP)
+            time.sleep(STALL_SECONDS)
+        finally:
+            for process in stopped:
+                with contextlib.suppress(ProcessLookupError):  # it may have been replaced
+                    os.kill(process, signal.SIGCONT)
+
+    return inject
+
+
 def _run_out_of_memory(site: Site) -> None:
     pod = site.worker()
     before = site.processes(pod, RANK)
@@ -132,6 +150,9 @@ FAULTS = (
     Fault("leader", "`kubectl delete pod` of the leader", _delete_leader),
     Fault("leader-lost", "SIGKILL of all processes of the leader pod", _kill_leaders_processes),
     Fault("rank", "SIGKILL of a rank", _kill_rank),
+    Fault("rank-stall", f"a rank stopped for {STALL_SECONDS:.0f} s", _stop_for_a_while(RANK)),
+    Fault("coordinator-stall", f"the coordinator stopped for {STALL_SECONDS:.0f} s", _stop_for_a_while(COORDINATOR)),
+    Fault("frontend-stall", f"a frontend stopped for {STALL_SECONDS:.0f} s", _stop_for_a_while(FRONTEND)),
     Fault("memory", "a rank killed by the kernel at the pod's memory limit", _run_out_of_memory),
     Fault("node", f"the node NotReady for {LOST_SECONDS:.0f} s (kubelet ended)", _stay_lost, _go_silent, _until_lost),
     Fault("operator", "SIGKILL of the operator", _kill_operator),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -99,6 +100,11 @@ class Start:
         """Whether the server answers a completion of one token."""
         body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "temperature": 0}
         return self.status("POST", "/v1/completions", json.dumps(body)) == 200
+
+    @property
+    def control_port(self) -> int:
+        """The port of our control API, which our server's log has."""
+        return int(re.findall(r"control API on http://.*:(\d+)", self.log())[-1])
 
     def status(self, method: str, path: str, body: str | None = None) -> int | None:
         """The status of the response; None while the server does not answer."""

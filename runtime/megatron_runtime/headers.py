@@ -36,11 +36,14 @@ class Headers(IntEnum):
     ENGINE_REPLY_PARTIAL = 22
     """engine -> coordinator -> client: new tokens of running requests, a body frame each."""
     ABORT_REQUEST = 23
-    """client -> coordinator -> engine: cancel these requests."""
+    """client -> coordinator -> engine: cancel these requests. Each is answered with its tokens so far."""
     REPLY_ACK = 27
     """coordinator -> engine: drop these requests; their results have arrived, or their clients are gone."""
     BODIES_NEEDED = 29
     """engine -> coordinator: send the bodies of these requests, which were withheld."""
+    DROP_REQUEST = 30
+    """client -> coordinator: cancel these requests without an answer, so that the client may submit them again at once.
+    """
     REQUEST_FAILED = 28
     """coordinator -> client: these requests can't be served, and the reason."""
 

@@ -17,7 +17,7 @@ from runtime_support.processes import is_alive
 
 from megatron_runtime.processes.child import Child, ChildTask
 from megatron_runtime.processes.replica_group_supervisor import ReplicaGroupSupervisor
-from megatron_runtime.processes.supervisor import RestartBudget, Supervisor
+from megatron_runtime.processes.supervisor import ChildEnd, RestartBudget, Restarter, Supervisor
 
 PROGRAM = """
 import os, pathlib, signal, sys, time
@@ -199,6 +199,7 @@ async def test_a_child_that_falls_silent_is_killed_and_started_again(program: st
     end = await asyncio.wait_for(supervisor.run(), 60)
     assert (supervisor.restarts, end.exit_code) == (1, -signal.SIGKILL)
     assert end.message == "dummy sent no heartbeat for 1 s and was killed"
+    assert end.seconds_served > 0
     assert [report.get("phase") for report in reports.all] == ["Serving"] * 2
 
 
@@ -210,7 +211,30 @@ async def test_a_child_without_a_first_heartbeat_is_not_considered_hung(program:
     done, _ = await asyncio.wait({life}, timeout=2.5)
     assert not done
     await supervisor.stop(5)
-    assert (await life).exit_code == -signal.SIGTERM
+    end = await life
+    assert (end.exit_code, end.seconds_served) == (-signal.SIGTERM, 0.0)
+
+
+class Failing(Restarter):
+    """Ends again and again after it has served for these times, and records the delays of its restarts."""
+
+    def __init__(self, *served: float) -> None:
+        super().__init__(RestartBudget(len(served)), restart_success=True, on_change=lambda: None)
+        self._served = iter([*served, 0.0])
+        self.delays: list[float] = []
+
+    async def _live_once(self) -> ChildEnd:
+        return ChildEnd("dummy", 1, seconds_served=next(self._served))
+
+    async def _stopped_within(self, seconds: float) -> bool:
+        self.delays.append(seconds)
+        return False
+
+
+async def test_delays_grow_only_while_a_child_fails_before_it_has_served() -> None:
+    failing = Failing(0, 0, 1, 0, 0, 0, 0, 0, 6, 0, 3600, 6)
+    await failing.run()
+    assert failing.delays == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10, 10, 0.2, 0.4, 0.2, 0.2]
 
 
 async def test_the_ranks_of_a_replica_end_together_and_start_again_together(program: str) -> None:

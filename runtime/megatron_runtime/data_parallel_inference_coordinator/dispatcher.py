@@ -61,13 +61,19 @@ class Dispatcher:
         self._orphans: dict[bytes, float] = {}
         """Requests whose clients were lost and may reconnect, with the times at which they are discarded."""
         self.next_request_id = 0
+        self._dispatches = 0
+        """Assignments so far. Their numbers differ also for a UUID that is submitted again, so that the report of an
+        engine on the earlier request is not taken for one on the later."""
 
     # Messages of clients
 
     def submit(self, client: ClientEntry, submission: Submission, body: bytes, now: float) -> None:
         """Accept a new request, or resume a known one for a client that has reconnected."""
         known = self.requests.get(submission.uuid)
-        if known is not None:
+        if known is not None and known.aborted:
+            self._inform_previous_client(known, client)
+            self.discard(known)  # its engine will report it as aborted
+        elif known is not None:
             self._resume_client(known, client, submission)
             return
         entry = RequestEntry(
@@ -100,13 +106,16 @@ class Dispatcher:
             item = Forwarded(entry.uuid, submission.received, len(missing.tokens))
             self._outbox.add(client.identity, Headers.ENGINE_REPLY_PARTIAL, item, packed)
 
-    def _change_client(self, entry: RequestEntry, client: ClientEntry) -> None:
+    def _inform_previous_client(self, entry: RequestEntry, client: ClientEntry) -> None:
         previous = self._clients.get(entry.client)
         if previous is not None and previous is not client:
             previous.owned.discard(entry.uuid)
             reason = "another client has submitted the same request"
             failure = RequestFailure(entry.uuid, CoordinatorError.__name__, reason)
             self._outbox.add(previous.identity, Headers.REQUEST_FAILED, failure)
+
+    def _change_client(self, entry: RequestEntry, client: ClientEntry) -> None:
+        self._inform_previous_client(entry, client)
         self._orphans.pop(entry.uuid, None)
         entry.client = client.identity
         client.owned.add(entry.uuid)
@@ -129,9 +138,10 @@ class Dispatcher:
                 entry.client = b""
                 self._orphans[uuid] = now + LINGER_SECONDS
             else:
-                self._discard(entry)
+                self.discard(entry)
 
-    def _discard(self, entry: RequestEntry) -> None:
+    def discard(self, entry: RequestEntry) -> None:
+        """End a request without an answer."""
         engine = self._engines.get(entry.engine) if entry.engine is not None else None
         if engine is not None:
             self._release(engine, entry.uuid)
@@ -265,7 +275,8 @@ class Dispatcher:
             self.fail(entry, EngineError(f"its tokens can't be decoded for another engine: {reason}"))
             return
         engine.pushed += len(body)
-        entry.dispatch += 1
+        self._dispatches += 1
+        entry.dispatch = self._dispatches
         entry.engine = engine.identity
         engine.owned.add(entry.uuid)
         assignment = Assignment(entry.uuid, entry.dispatch, entry.streaming, entry.token_count, withheld)
@@ -291,7 +302,7 @@ class Dispatcher:
                 del self._claims[uuid]
                 self._release(engine, uuid)
         for uuid in [uuid for uuid, deadline in self._orphans.items() if now >= deadline]:
-            self._discard(self.requests[uuid])
+            self.discard(self.requests[uuid])
 
     def _drop(self, entry: RequestEntry) -> None:
         self.requests.pop(entry.uuid, None)

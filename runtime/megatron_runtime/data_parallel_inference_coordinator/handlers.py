@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from megatron_runtime.data_parallel_inference_coordinator.core import Core, Handler
 from megatron_runtime.data_parallel_inference_coordinator.engines import EngineEntry
-from megatron_runtime.data_parallel_inference_coordinator.requests import ClientEntry
+from megatron_runtime.data_parallel_inference_coordinator.requests import ClientEntry, RequestEntry
 from megatron_runtime.headers import EngineState, Headers
 from megatron_runtime.lifecycle import BROADCASTS, SIGNALS
 from megatron_runtime.wire.bodies import RequestBody
@@ -39,6 +39,7 @@ def handlers() -> Mapping[Headers, Handler]:
         Headers.HEARTBEAT: _heartbeat,
         Headers.SUBMIT_REQUEST: _submit,
         Headers.ABORT_REQUEST: _abort,
+        Headers.DROP_REQUEST: _drop,
         Headers.ENGINE_REPLY: _reply,
         Headers.ENGINE_REPLY_PARTIAL: _partial,
         Headers.BODIES_NEEDED: _bodies_needed,
@@ -148,11 +149,20 @@ def _hashes(core: Core, body: bytes) -> list[int]:
 
 
 def _abort(core: Core, peer: bytes, message: Message) -> None:
+    for entry in _requests_of(core, peer, message):
+        core.dispatcher.abort(entry)
+
+
+def _drop(core: Core, peer: bytes, message: Message) -> None:
+    for entry in _requests_of(core, peer, message):
+        core.dispatcher.discard(entry)
+
+
+def _requests_of(core: Core, peer: bytes, message: Message) -> list[RequestEntry]:
+    """The named requests that this client has; another client may have submitted one of them again."""
     _client(core, peer)
-    for uuid in items(message, uuid_bytes, with_bodies=False):
-        entry = core.dispatcher.requests.get(uuid)
-        if entry is not None and entry.client == peer:
-            core.dispatcher.abort(entry)
+    named = map(core.dispatcher.requests.get, items(message, uuid_bytes, with_bodies=False))
+    return [entry for entry in named if entry is not None and entry.client == peer]
 
 
 def _reply(core: Core, peer: bytes, message: Message) -> None:

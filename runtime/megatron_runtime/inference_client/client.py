@@ -216,7 +216,7 @@ class InferenceClient(ControlCalls):
         timeout: float | None = None,
     ) -> RequestStream:
         """Submit a request and stream its answer; arguments and errors as for `add_request`."""
-        stream = RequestStream(self._requests.abort)
+        stream = RequestStream()
         future = self.add_request(
             prompt, sampling_params, request_uuid=request_uuid, timeout=timeout, on_update=stream.push
         )

@@ -58,8 +58,7 @@ class RequestStream:
     Iterating raises the error of a request that ended without an answer. `aclose` aborts an unfinished request.
     """
 
-    def __init__(self, abort: Callable[[int], None]) -> None:
-        self._abort = abort
+    def __init__(self) -> None:
         self._updates: deque[StreamUpdate] = deque()
         self._changed = asyncio.Event()
         self._future: RequestFuture | None = None
@@ -103,5 +102,4 @@ class RequestStream:
         self._updates.clear()
         self._changed.set()
         if self._future is not None and not self._future.done():
-            self._abort(self._future.request_id)
             self._future.cancel()

@@ -205,21 +205,25 @@ class ClientRequests:
         except Exception as error:
             # The same message has tokens of other requests.
             if finished is None:
-                self._dealer.send(Headers.ABORT_REQUEST, [entry.future.request_uuid])
+                self._drop(entry)
             _end(entry, error)
 
     def _time_out(self, entry: Outstanding, limit: float) -> None:
-        self._dealer.send(Headers.ABORT_REQUEST, [entry.future.request_uuid])
+        self._drop(entry)
         why = "" if self._is_connected() else f": {self._why_unreachable()}"
         _end(entry, RequestTimeoutError(f"the request was not done within {limit:g} s{why}"))
+
+    def _drop(self, entry: Outstanding) -> None:
+        """End a request whose answer nothing waits for; the same UUID may be submitted again."""
+        self._dealer.send(Headers.DROP_REQUEST, [entry.future.request_uuid])
 
     def _forget(self, entry: Outstanding) -> None:
         self._outstanding.pop(entry.future.request_uuid, None)
         self.futures.pop(entry.future.request_id, None)
         if entry.timer is not None:
             entry.timer.cancel()
-        if entry.future.cancelled() and not entry.aborted:
-            self._dealer.send(Headers.ABORT_REQUEST, [entry.future.request_uuid])
+        if entry.future.cancelled():
+            self._drop(entry)
 
     def _hashes(self, prompt: Prompt, salt: str | None) -> list[int]:
         if not self.hash_block_size or isinstance(prompt, str):

@@ -253,7 +253,11 @@ class PodFlags:
         float, typer.Option(help="Seconds without a restart after which the budget of restarts is reset.")
     ] = LaunchOptions.restart_reset_after
     hang_timeout: Annotated[
-        float, typer.Option(help="Seconds without a heartbeat after which a process counts as hung and is replaced.")
+        float,
+        typer.Option(
+            help="Seconds without a heartbeat after which a process counts as hung and is replaced; at most 8 for "
+            "the coordinator and 10 for frontends."
+        ),
     ] = LaunchOptions.hang_timeout
     rendezvous_timeout: Annotated[
         float, typer.Option(help="Seconds within which all ranks of a replica group have to connect.")

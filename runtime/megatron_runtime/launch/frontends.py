@@ -12,6 +12,10 @@ from megatron_runtime.processes.supervisor import ChildEnd
 from megatron_runtime.server.frontend_group import FrontendGroup
 from megatron_runtime.server.options import FrontendOptions
 
+FRONTEND_HANG = 10.0
+"""Maximum time without a heartbeat after which a frontend is replaced: its event loop does short work only, and clients
+that are connected to it wait."""
+
 
 class PodFrontends:
     """Binds the port in the constructor, so that a port in use is detected first.
@@ -78,7 +82,7 @@ class PodFrontends:
             self._socket,
             key=key,
             api_keys=self._options.identity.api_keys,
-            hang_timeout=self._options.hang_timeout,
+            hang_timeout=min(self._options.hang_timeout, FRONTEND_HANG),
             on_change=self._note,
         )
         self._group.start()

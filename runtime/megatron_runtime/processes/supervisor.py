@@ -18,8 +18,9 @@ logger = logging.getLogger(__name__)
 
 FIRST_DELAY = 0.2
 LONGEST_DELAY = 10.0
-STEADY_SECONDS = 30.0
-"""After this run time a child restarts with the shortest delay again."""
+STEADY_SECONDS = 5.0
+"""A child that ran for so long after its first heartbeat restarts with the shortest delay: longer delays are for
+children that fail at their start, since requests wait meanwhile."""
 HANG_SECONDS = 30.0
 """A child whose heartbeats stop for this long counts as hung."""
 RESET_SECONDS = 3600.0
@@ -34,6 +35,8 @@ class ChildEnd:
     exit_code: int
     tail: tuple[str, ...] = ()
     error: Report | None = None
+    seconds_served: float = 0.0
+    """The time from its first heartbeat."""
 
     @property
     def is_bad_input(self) -> bool:
@@ -110,12 +113,11 @@ class Restarter(ABC):
         """Run until the last end, and return it. When cancelled, it ends the running process."""
         delay = FIRST_DELAY
         while True:
-            started = time.monotonic()
             end = await self._live_once()
             self._on_change()
             if self._stopping.is_set() or not self._is_worth_another(end):
                 return end
-            if time.monotonic() - started > STEADY_SECONDS:
+            if end.seconds_served > STEADY_SECONDS:
                 delay = FIRST_DELAY
             self._budget.take()
             self.restarts += 1
@@ -202,6 +204,7 @@ class ChildLife:
         self._hang_timeout = hang_timeout
         self._error: Report | None = None
         self._silence: float | None = None
+        self._first_beat = 0.0
         self.child = Child(task, self._receive, log)
 
     async def run(self, on_start: Callable[[Child], None]) -> ChildEnd:
@@ -219,7 +222,8 @@ class ChildLife:
             raise
         finally:
             watch.cancel()
-        return ChildEnd(self._task.role, code, tuple(self.child.tail), self._error)
+        served = 0.0 if self._silence is None else time.monotonic() - self._first_beat
+        return ChildEnd(self._task.role, code, tuple(self.child.tail), self._error, served)
 
     async def _kill_when_hung(self) -> None:
         """Counts intervals instead of reading a clock: a launcher that was stopped must not kill its children."""
@@ -234,6 +238,8 @@ class ChildLife:
 
     def _receive(self, report: Report) -> None:
         if "beat" in report:
+            if self._silence is None:
+                self._first_beat = time.monotonic()
             self._silence = 0.0
             return
         if isinstance(error := report.get("error"), dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 
 import pytest
@@ -111,3 +112,33 @@ async def test_a_client_gets_an_error_when_another_one_submits_its_request(fleet
     with pytest.raises(CoordinatorError, match="another client has submitted the same request"):
         await lost
     assert result.generated_tokens == expected_tokens("hello", PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("ends", "elsewhere"),
+    [("cancel", False), ("cancel", True), ("abort", True)],
+    ids=["cancelled, same client", "cancelled, other client", "aborted, other client"],
+)
+async def test_a_request_that_is_submitted_again_right_after_it_ended_is_answered(
+    fleet: Fleet, ends: str, elsewhere: bool
+) -> None:
+    fleet.add_engine(FakeEngine(step_seconds=0.02))
+    first, second = await fleet.connect(), await fleet.connect()
+    await fleet.ready(first, 1)
+    begun = asyncio.Event()
+    lost = first.add_request("hello", PARAMS, request_uuid=NAME, on_update=lambda _: begun.set())
+    await begun.wait()
+    if ends == "cancel":
+        lost.cancel()
+    else:
+        first.abort_request(lost.request_id)
+    await asyncio.sleep(0)
+    retry = (second if elsewhere else first).stream_request("hello", PARAMS, request_uuid=NAME)
+    updates = [update async for update in retry]
+    assert [token for update in updates for token in update.new_tokens] == expected_tokens("hello", PARAMS)
+    finished = updates[-1].finished
+    assert finished is not None
+    assert finished.finish_reason == "length"
+    (outcome,) = await asyncio.gather(lost, return_exceptions=True)
+    assert isinstance(outcome, asyncio.CancelledError | CoordinatorError)
+    assert entry(fleet) is None

@@ -6,47 +6,23 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-import zmq
 from messaging_support.fake_engine import FakeEngine
 from messaging_support.fleet import Fleet, until
 from messaging_support.unknown_peer import receive, unknown_peer
+from runtime_support.resident_memory import resident_bytes
+from runtime_support.reused_identities import reconnect
 from suite_support.repetition import repeated
 
 from megatron_runtime.data_parallel_inference_coordinator.socket_loop import RouterSocket
 from megatron_runtime.headers import Headers
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire import codec, sockets
-from megatron_runtime.wire.security import secure_client
 
 KEY = "k" * 40
 RECONNECTS = repeated(1_000, 10_000)
-OVERLAPPING = 5
-"""Connections with the same identity that are open at a time."""
-
-
-def reconnect(address: str, key: str | None, *, identity: bytes | None, name: bytes | None) -> None:
-    """Connect again and again under the same identity or name, while older connections still send."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    opened: list[zmq.Socket[bytes]] = []
-    beat = codec.encode(Headers.HEARTBEAT)
-    for _ in range(RECONNECTS):
-        socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.LINGER, 0)
-        if identity is not None:
-            socket.setsockopt(zmq.IDENTITY, identity)
-        if key is not None:
-            secure_client(socket, key)
-        socket.connect(address)
-        if name is not None:
-            socket.send(sockets.name_frame(name), zmq.NOBLOCK)
-        for _ in range(20):
-            socket.send_multipart([*beat, b"x" * 1000], zmq.NOBLOCK)
-        opened.append(socket)
-        if len(opened) > OVERLAPPING:
-            opened.pop(0).close()
-    for socket in opened:
-        socket.close()
-    context.term()
+WARM_UP = 100
+MOST_GROWTH = 0.2
+"""Maximum growth of the coordinator's memory, as a share of it."""
 
 
 @pytest.mark.repetition
@@ -62,9 +38,13 @@ async def test_a_reused_identity_or_name_does_not_end_the_coordinator(
         client = await fleet.connect()
         await fleet.ready(client, 1)
         epoch = client.coordinator_epoch
-        await asyncio.to_thread(reconnect, fleet.address, key, identity=identity, name=name)
+        await asyncio.to_thread(reconnect, fleet.address, key, WARM_UP, identity=identity, name=name)
+        assert coordinator.pid is not None
+        before = resident_bytes(coordinator.pid)
+        await asyncio.to_thread(reconnect, fleet.address, key, RECONNECTS, identity=identity, name=name)
         assert (await client.add_request("hello", SamplingParams(num_tokens_to_generate=5))).succeeded()
         assert (coordinator.restarts, client.coordinator_epoch) == (0, epoch)
+        assert resident_bytes(coordinator.pid) < (1 + MOST_GROWTH) * before
 
 
 @pytest.fixture

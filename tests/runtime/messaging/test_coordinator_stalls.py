@@ -14,6 +14,7 @@ import pytest
 from messaging_support.fake_engine import FakeEngine, expected_tokens
 from messaging_support.fleet import Fleet, until
 from messaging_support.unknown_peer import unknown_peer
+from suite_support.repetition import repeated
 
 from megatron_runtime.data_parallel_inference_coordinator.dispatcher import PUSH_BYTES
 from megatron_runtime.engine.worker.withheld_bodies import WINDOW_BYTES, WithheldBodies
@@ -28,6 +29,7 @@ from megatron_runtime.wire.codec import MAX_BATCH
 PARAMS = SamplingParams(num_tokens_to_generate=20, seed=5)
 SHORT = SamplingParams(num_tokens_to_generate=60, seed=5)
 LONG = SamplingParams(num_tokens_to_generate=300, seed=5)
+ENDLESS = SamplingParams(num_tokens_to_generate=repeated(3_000, 10_000), seed=5)
 
 
 @dataclass
@@ -83,6 +85,40 @@ async def test_running_requests_get_steps_while_others_are_admitted(fleet: Fleet
     assert not all(future.done() for future in others)
     await stream.aclose()
     await asyncio.gather(*others)
+
+
+STALL_SECONDS = repeated(3.5, 60.0)
+STALLED_REQUESTS = repeated(100, 1000)
+RECOVERY_SECONDS = 10.0
+
+
+@pytest.mark.repetition
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("victim", ["coordinator", "engine"])
+async def test_a_service_with_many_large_requests_answers_soon_after_a_stall(victim: str) -> None:
+    async with Fleet() as fleet:
+        coordinator = await fleet.spawn_coordinator()
+        assert coordinator.pid is not None
+        engine = fleet.spawn_engine(group=0, step_seconds=0.02)
+        client = await fleet.connect(coordinator_timeout=2 * STALL_SECONDS + 60)
+        await fleet.ready(client, 1)
+        wanted = prompts(STALLED_REQUESTS, 100_000)
+        results = asyncio.create_task(answers(client, wanted, ENDLESS))
+        load = 0
+        while load < len(wanted):
+            load = sum(view.running for view in (await client.service_state()).engines)
+        pid = coordinator.pid if victim == "coordinator" else engine.pid
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(STALL_SECONDS)
+        os.kill(pid, signal.SIGCONT)
+        async with asyncio.timeout(RECOVERY_SECONDS):
+            stream = client.stream_request("later", PARAMS)
+            assert [token async for update in stream for token in update.new_tokens] == expected_tokens("later", PARAMS)
+            await fleet.ready(client, 1)
+        state = await client.service_state()
+        assert state.outstanding_requests == len(wanted)
+        results.cancel()
+        await asyncio.gather(results, return_exceptions=True)
 
 
 async def test_a_coordinator_that_was_stopped_keeps_its_engines() -> None:

@@ -19,6 +19,7 @@ BATCHES = (
     Headers.ENGINE_REPLY,
     Headers.ENGINE_REPLY_PARTIAL,
     Headers.ABORT_REQUEST,
+    Headers.DROP_REQUEST,
     Headers.REPLY_ACK,
     Headers.REQUEST_FAILED,
 )

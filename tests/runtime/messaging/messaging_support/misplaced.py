@@ -28,6 +28,7 @@ def _submission(uuid: bytes, *, streaming: bool) -> Frames:
 of_clients = st.one_of(
     st.builds(_submission, uuids, streaming=st.booleans()),
     _messages(Headers.ABORT_REQUEST, st.lists(uuids, max_size=3)),
+    _messages(Headers.DROP_REQUEST, st.lists(uuids, max_size=3)),
     *(_messages(header, numbers, 5.0, st.booleans()) for header in sorted(SIGNALS.values())),
     _messages(Headers.SET_GENERATION_EPOCH, numbers, 5.0, numbers),
     _messages(Headers.INCREMENT_STALENESS, numbers, 5.0),
