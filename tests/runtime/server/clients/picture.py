@@ -178,7 +178,7 @@ def main(folder: Path) -> None:
             pictures.edited()
         keys = Path(secrets) / "keys"
         keys.write_text(f"{KEY}\n")
-        with pod("--max-sequence-length", "512", "--kv-cache-memory", "256Mi"):
+        with pod("--max-sequence-length", "320", "--kv-cache-memory", "256Mi"):
             pictures.full_context()
         with pod("--kv-cache-memory", "256Mi", MEGATRON_API_KEYS_FILE=str(keys)):
             pictures.key()
