@@ -30,7 +30,7 @@ serve: venv model ## serve the sample until Ctrl-C, or another resource with SAM
 test: announce dev model control-plane clients kernels ## run all tests; ARGS: arguments for pytest, WORKERS: number of parallel workers
 	@$(PYTEST) $(ARGS)
 
-announce:
+announce: ## print what the first run of the tests downloads and builds
 	@echo "make: the first run also downloads and builds the prerequisites of the tests, about 15 minutes on 2 cores; make test-quick needs none of them"
 
 QUICK := tests/test_layout.py tests/operator $(wildcard tests/e2e/test_contract*.py) tests/runtime/engine $(wildcard tests/runtime/test_*.py)

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from enum import StrEnum
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
 from megatron_operator.commands import cli_options
-from megatron_operator.commands.console import OPERATOR, PLUGIN
+from megatron_operator.commands.console import OPERATOR, PLUGIN, program
 from megatron_operator.kubernetes.lease import LeaseName, LeaseTimings
 from megatron_operator.local.pod_manifest import PathMap
 from megatron_operator.settings import LEASE_SECONDS_VARIABLE, LEASE_VARIABLE, WATCH_SILENCE_VARIABLE
 
+if TYPE_CHECKING:
+    from megatron_operator.handlers import Options
+
 INTERRUPTED = 130
 BAD_USAGE = 2
+
+
+class LogFormat(StrEnum):
+    """Formats of the operator's log; both have time and level."""
+
+    TEXT = "text"
+    JSON = "json"
+
 
 app = typer.Typer(
     name=OPERATOR,
@@ -26,6 +39,22 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"{program()} {version('megatron-inference')}")
+        raise typer.Exit()
+
+
+Version = Annotated[
+    bool, typer.Option("--version", help="Print the version, and exit.", callback=_print_version, is_eager=True)
+]
+
+
+@app.callback()
+def _options(_version: Version = False) -> None:
+    """Options before the command."""
 
 
 @app.command()
@@ -83,6 +112,9 @@ def run(
         ),
     ] = 70,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log every step.")] = False,
+    log_format: Annotated[LogFormat, typer.Option(envvar="MEGATRON_LOG_FORMAT", help="Format of log lines.")] = (
+        LogFormat.TEXT
+    ),
 ) -> None:
     """Run the operator against the cluster of KUBECONFIG, or the cluster of this pod."""
     from megatron_operator import handlers
@@ -94,7 +126,17 @@ def run(
     namespaces = tuple(namespace or ())
     timings = LeaseTimings(lease_seconds)
     options = handlers.Options(namespaces, metrics_host, metrics_port, name, timings, watch_silence)
-    handlers.run(options, verbose=verbose)
+    _run_operator(options, verbose, log_format)
+
+
+def _run_operator(options: Options, verbose: bool, log_format: LogFormat) -> None:
+    from megatron_operator import handlers
+    from megatron_operator.observed_state import AdapterError
+
+    try:
+        handlers.run(options, verbose=verbose, json_log=log_format is LogFormat.JSON)
+    except AdapterError as error:
+        refuse(f"cannot start: {error}; set KUBECONFIG, or run `megatron-operator local -f FILE` without a cluster")
 
 
 @app.command()
@@ -114,6 +156,7 @@ plugin_app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+plugin_app.callback()(_options)
 cli_options.register(plugin_app)
 
 

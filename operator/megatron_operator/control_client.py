@@ -90,6 +90,7 @@ class PodReport:
     ranks: tuple[RankReport, ...] = ()
     running_requests: int = 0
     waiting_requests: int = 0
+    generated_tokens: int = 0
     restarts: int = 0
     error: str = ""
     reports_leader: bool = False
@@ -108,6 +109,7 @@ class PodReport:
             ranks=tuple(_rank(rank) for rank in body.get("ranks") or ()),
             running_requests=int(requests.get("running", 0)),
             waiting_requests=int(requests.get("waiting", 0)),
+            generated_tokens=int(body.get("generatedTokens") or 0),
             restarts=int(body.get("restarts", 0)),
             error=_error(body.get("error")),
             reports_leader=body.get("role") == "leader",
@@ -140,6 +142,7 @@ class PodReport:
             replicas=self.replicas,
             running_requests=self.running_requests,
             waiting_requests=self.waiting_requests,
+            generated_tokens=self.generated_tokens,
             message=self.error,
         )
 

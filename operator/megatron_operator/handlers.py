@@ -88,13 +88,14 @@ class RetryForever(Iterable[float]):
         return itertools.chain((1, 1, 2, 3, 5, 8, 13), itertools.repeat(20))
 
 
-def run(options: Options, *, verbose: bool) -> None:
-    """Run the operator until SIGTERM or SIGINT. Raises errors of the start.
+def run(options: Options, *, verbose: bool, json_log: bool = False) -> None:
+    """Run the operator until SIGTERM or SIGINT. Raises errors of the start: AdapterError without a cluster.
 
     kopf ends on some transient answers, such as a 404 for the CustomResourceDefinition from an API server that has just
     started. The operator then starts it again.
     """
-    kopf.configure(verbose=verbose)
+    asyncio.run(_check_cluster())
+    kopf.configure(verbose=verbose, log_format=kopf.LogFormat.JSON if json_log else kopf.LogFormat.FULL)
     namespaces = options.namespaces
     while True:
         watched = WatchedKinds()
@@ -114,6 +115,11 @@ def run(options: Options, *, verbose: bool) -> None:
             time.sleep(PAUSE)
         else:
             return
+
+
+async def _check_cluster() -> None:
+    """Raises AdapterError without a usable kubeconfig, before kopf logs it as an unexpected error."""
+    await (await ApiServer.connect()).close()
 
 
 @kopf.on.startup(errors=kopf.ErrorsMode.PERMANENT)

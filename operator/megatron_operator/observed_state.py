@@ -172,6 +172,8 @@ class ObservedEngine:
     replicas: tuple[ObservedReplica, ...] = ()
     running_requests: int = 0
     waiting_requests: int = 0
+    generated_tokens: int = 0
+    """Tokens that the present engines have generated since their start."""
     message: str = ""
 
 

@@ -8,6 +8,7 @@ import os
 import secrets
 import sys
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ from megatron_runtime.launch.kernels import kernel_cache
 from megatron_runtime.launch.launcher import Launcher
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.termination import Outcome
+from megatron_runtime.processes.log_format import FORMAT_VARIABLE, FORMATS, TEXT, configure_logging
 from megatron_runtime.processes.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -27,25 +29,46 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 def main() -> None:
     """The console script."""
-    logging.basicConfig(level=logging.INFO, format="[launcher] %(levelname)s %(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"megatron-serve {version('megatron-inference')}")
+        raise typer.Exit()
 
 
 @app.command(help="Serve a model behind an OpenAI endpoint.", context_settings={"help_option_names": ["-h", "--help"]})
 @with_flags
 def serve(
     *,
-    check: Annotated[bool, typer.Option("--check", help="Check options, checkpoint and memory, and exit.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Check options, device, checkpoint and memory, and exit.")
+    ] = False,
+    log_format: Annotated[
+        str, typer.Option(envvar=FORMAT_VARIABLE, help="Log lines of all processes: text or json.")
+    ] = TEXT,
+    _version: Annotated[
+        bool, typer.Option("--version", help="Print the version, and exit.", callback=_print_version, is_eager=True)
+    ] = False,
     **flags: Any,
 ) -> None:
     """Reads flags and environment, then serves; exits with the launcher's exit code."""
     try:
+        _configure_logging(log_format)
         options = launch_options(flags, os.environ)
         options.check()
     except ConfigurationError as error:
         raise typer.Exit(_refuse(error)) from error
     raise typer.Exit(_check(options) if check else _run(_with_control_token(options)))
+
+
+def _configure_logging(log_format: str) -> None:
+    if log_format not in FORMATS:
+        raise ConfigurationError(f"--log-format {log_format}: must be one of {', '.join(FORMATS)}")
+    os.environ[FORMAT_VARIABLE] = log_format
+    configure_logging(logging.INFO)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 def _with_control_token(options: LaunchOptions) -> LaunchOptions:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
 
 
 def test_help_needs_no_kubernetes_client() -> None:
@@ -16,3 +22,38 @@ def test_help_needs_no_kubernetes_client() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
     for command in ("describe", "logs", "pause", "start", "local", "run"):
         assert f" {command} " in done.stdout
+
+
+@pytest.mark.parametrize(("entry", "name"), [("main", "megatron-operator"), ("plugin", "kubectl megatron")])
+def test_the_version_is_printed(entry: str, name: str) -> None:
+    program = name.replace(" ", "-")
+    script = f"import sys; sys.argv = ['{program}', '--version']; from megatron_operator import cli; cli.{entry}()"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{name} {version('megatron-inference')}\n"
+
+
+@pytest.mark.parametrize("content", [None, "clusters: []", "{"])
+def test_an_operator_without_a_cluster_says_so_in_one_line(tmp_path: Path, content: str | None) -> None:
+    kubeconfig = tmp_path / "kubeconfig"
+    if content is not None:
+        kubeconfig.write_text(content)
+    environment = {name: value for name, value in os.environ.items() if name != "KUBERNETES_SERVICE_HOST"}
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_operator.cli", "run"],
+        env={**environment, "KUBECONFIG": str(kubeconfig)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    for words in ("megatron-operator: cannot start: ", str(kubeconfig), "set KUBECONFIG"):
+        assert words in done.stderr
+
+
+def test_make_help_lists_every_target() -> None:
+    root = Path(__file__).parents[2]
+    phony = re.search(r"^\.PHONY: (.*)$", (root / "Makefile").read_text(), re.M)
+    assert phony is not None
+    done = subprocess.run(["make", "help"], cwd=root, capture_output=True, text=True, check=True)
+    assert sorted(line.split()[1] for line in done.stdout.splitlines()) == sorted(phony[1].split())

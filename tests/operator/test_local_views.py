@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -11,8 +13,12 @@ from rich.console import Console
 from megatron_operator.api.parse import parse_resource
 from megatron_operator.api.v1alpha1 import Condition, MegatronInferenceStatus, Phase
 from megatron_operator.local.plain_view import PlainView
+from megatron_operator.local.pod_manifest import PathMap
+from megatron_operator.local.session import INVALID, LocalSession
+from megatron_operator.local.session_lock import AlreadyServedError, session_lock
 from megatron_operator.local.snapshot import Snapshot
 from megatron_operator.local.table_view import draw
+from megatron_operator.local.token_rate import TokenRate
 from megatron_operator.observed_state import (
     EngineState,
     Loading,
@@ -75,14 +81,14 @@ def running(loading: Snapshot) -> Snapshot:
 
 
 def on_screen(snapshot: Snapshot) -> str:
-    console = Console(file=io.StringIO(), width=140, force_terminal=False)
+    console = Console(file=io.StringIO(), width=80, force_terminal=False)
     console.print(draw(snapshot))
     return str(console.file.getvalue())  # type: ignore[attr-defined]
 
 
 def test_the_table_shows_the_progress_of_the_weights(loading: Snapshot) -> None:
     screen = on_screen(loading)
-    for words in ("Starting", "0/2", "ModelLoading", "chat-0-1-0", "127.64.0.1", "Loading", "30/100 MB", "━"):
+    for words in ("Starting", "0/2", "ModelLoading", "chat-0-1-0", "127.64.0.1", "Loading", "30 %", "━"):
         assert words in screen
 
 
@@ -90,6 +96,51 @@ def test_the_table_shows_phase_engine_and_url(running: Snapshot) -> None:
     screen = on_screen(running)
     for words in ("Running", "RUNNING", "2/2", "http://127.0.0.1:8000/v1", "Ready"):
         assert words in screen
+
+
+def test_the_table_shows_elapsed_time_and_traffic_in_80_columns(running: Snapshot) -> None:
+    pod = replace(running.observed.pods[0], address="127.127.255.254", rank_phase="Registering", ready=False)
+    engine = ObservedEngine(
+        True,
+        EngineState.SUSPENDING,
+        replicas=(ObservedReplica(0, EngineState.SUSPENDING),),
+        running_requests=12,
+        waiting_requests=3,
+    )
+    observed = replace(running.observed, pods=(replace(pod, loading=Loading(10**9, 10**10)),), engine=engine)
+    status = running.status.model_copy(update={"engine_state": "SUSPENDING"})
+    screen = on_screen(replace(running, status=status, observed=observed, elapsed=3725.4, tokens_per_second=1234.56))
+    assert max(map(len, screen.splitlines())) == 80
+    assert "…" not in screen
+    for words in ("1:02:05", " 12 ", " 3 ", "1234.6", "SUSPENDING", "Registering", "127.127.255.254", "10 %"):
+        assert words in screen
+
+
+def test_the_rate_of_tokens_is_that_of_the_last_seconds() -> None:
+    rate = TokenRate()
+    readings = [(0.0, 0), (1.0, 50), (4.0, 50), (8.0, 50), (9.0, 7), (10.0, 17)]
+    assert [rate.add(now, tokens) for now, tokens in readings] == [0.0, 50.0, 12.5, 0.0, 0.0, 10.0]
+
+
+def test_a_second_session_for_the_same_file_is_rejected(tmp_path: Path) -> None:
+    file = tmp_path / "chat.yaml"
+    file.touch()
+    with session_lock(file):
+        words = rf"{file} is already served by process {os.getpid()}: edit the file"
+        with pytest.raises(AlreadyServedError, match=words), session_lock(tmp_path / "." / "chat.yaml"):
+            pytest.fail("two sessions serve one file")
+        with session_lock(tmp_path / "other.yaml"):
+            pass
+    with session_lock(file):
+        pass
+
+
+async def test_a_session_for_a_file_that_is_served_says_so(tmp_path: Path) -> None:
+    file, output = tmp_path / "chat.yaml", io.StringIO()
+    with session_lock(file):
+        session = LocalSession(file, paths=PathMap(), view=PlainView(Console(file=output)))
+        assert await session.run() == INVALID
+    assert f"refused: {file} is already served by process {os.getpid()}" in output.getvalue()
 
 
 def test_the_table_shows_a_rejected_edit_and_the_shutdown(running: Snapshot) -> None:

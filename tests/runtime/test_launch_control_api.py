@@ -135,6 +135,7 @@ async def test_the_state_has_the_documented_fields(client: httpx.AsyncClient, st
         ],
         "ranks": [],
         "requests": {"running": 4, "waiting": 6},
+        "generatedTokens": 0,
         "ready": False,
         "draining": False,
         "restarts": 0,

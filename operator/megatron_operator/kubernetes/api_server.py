@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import http
 import json
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
 import aiohttp
+import yaml
 from kubernetes.aio import client, config
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import GROUP, PLURAL, VERSION
 from megatron_operator.observed_state import ActionRefused, AdapterError, NamespaceTerminating
 
+KUBECONFIG_ERRORS = (config.ConfigException, yaml.YAMLError, OSError, AttributeError, TypeError)
+"""Errors of the client for a kubeconfig that it can't use."""
 REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=20.0, connect=5.0)
 MAX_DELAYS = 5
 """Attempts for a request that the API server delays (429) before it counts as failed."""
@@ -86,10 +91,13 @@ class ApiServer:
         try:
             config.load_incluster_config(client_configuration=configuration)
         except config.ConfigException:
+            paths = kubeconfig_paths()
+            if not any_exists(paths):
+                raise ServerError(f"no cluster: this is not a pod, and kubeconfig {paths} does not exist") from None
             try:
-                await config.load_kube_config(client_configuration=configuration, persist_config=False)
-            except config.ConfigException as error:
-                raise ServerError(f"no cluster: this is not a pod, and KUBECONFIG cannot be used: {error}") from error
+                await config.load_kube_config(paths, client_configuration=configuration, persist_config=False)
+            except KUBECONFIG_ERRORS as error:
+                raise ServerError(f"kubeconfig {paths}: {' '.join(str(error).split())}") from error
         api = client.ApiClient(configuration)
         api.user_agent = names.MANAGER
         return cls(api)
@@ -307,3 +315,13 @@ def _causes(answer: Any) -> list[str]:
     details = answer.get("details") if isinstance(answer, dict) else None
     causes = details.get("causes") if isinstance(details, dict) else None
     return [str(each.get("reason")) for each in causes or [] if isinstance(each, dict)]
+
+
+def kubeconfig_paths() -> str:
+    """The files of KUBECONFIG, separated by colons, else ~/.kube/config."""
+    return os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
+
+
+def any_exists(paths: str) -> bool:
+    """Whether there is at least one of the files, which colons separate."""
+    return any(path and Path(path).expanduser().exists() for path in paths.split(os.pathsep))

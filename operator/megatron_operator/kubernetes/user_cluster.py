@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
 import aiohttp
-import yaml
 from kubernetes.aio import client, config
 
 from megatron_operator.api.v1alpha1 import GROUP, PLURAL, VERSION
-from megatron_operator.kubernetes.api_server import MERGE_PATCH, ApiServer, Json, ServerError, answer_of, path_of
+from megatron_operator.kubernetes.api_server import (
+    KUBECONFIG_ERRORS,
+    MERGE_PATCH,
+    ApiServer,
+    Json,
+    ServerError,
+    answer_of,
+    any_exists,
+    kubeconfig_paths,
+    path_of,
+)
 from megatron_operator.observed_state import AdapterError
 
 USER_AGENT = "kubectl-megatron"
@@ -50,14 +58,14 @@ class UserCluster(ApiServer):
         Raises ServerError when none of them works.
         """
         configuration = client.Configuration()
-        paths = str(kubeconfig or os.environ.get("KUBECONFIG") or Path.home() / ".kube" / "config")
-        if not _any_exists(paths):
+        paths = str(kubeconfig or kubeconfig_paths())
+        if not any_exists(paths):
             return cls._around_this_pod(configuration, paths)
         try:
             loader = await config.load_kube_config(
                 paths, context=context, client_configuration=configuration, persist_config=False
             )
-        except (config.ConfigException, yaml.YAMLError, OSError, AttributeError, TypeError) as error:
+        except KUBECONFIG_ERRORS as error:
             raise ServerError(f"kubeconfig {paths}: {' '.join(str(error).split())}") from error
         chosen = loader.current_context
         namespace = (chosen.get("context") or {}).get("namespace") or "default"
@@ -147,10 +155,6 @@ def _refusal(request: str, status: int, text: str) -> AdapterError:
     except AdapterError as error:
         return error
     raise AssertionError("this status is a refusal")
-
-
-def _any_exists(paths: str) -> bool:
-    return any(path and Path(path).expanduser().exists() for path in paths.split(os.pathsep))
 
 
 def _client(configuration: client.Configuration) -> client.ApiClient:

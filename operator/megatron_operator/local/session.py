@@ -19,7 +19,9 @@ from megatron_operator.local.adapter import LocalAdapter
 from megatron_operator.local.pod_manifest import PathMap
 from megatron_operator.local.process_pod import log_tail
 from megatron_operator.local.resource_file import ResourceDocument, ResourceFile
+from megatron_operator.local.session_lock import AlreadyServedError, session_lock
 from megatron_operator.local.snapshot import Snapshot, View
+from megatron_operator.local.token_rate import TokenRate
 from megatron_operator.observed_state import BAD_INPUT_EXIT_CODE, ActionRefused, ObservedState
 from megatron_operator.reconcile import reconcile, validated
 from megatron_operator.settings import Settings
@@ -54,6 +56,9 @@ class LocalSession:
         self._status = MegatronInferenceStatus()
         self._problems: tuple[str, ...] = ()
         self._has_served = False
+        self._began = time.monotonic()
+        self._rate = TokenRate()
+        self._tokens_per_second = 0.0
         self._ended = False
         self._last_words = ""
         self._document: ResourceDocument
@@ -64,8 +69,12 @@ class LocalSession:
         """Returns an exit code when all processes are gone."""
         code = FAILED
         try:
-            self._document = self._accepted(self._file.read())
-            code = await self._serve()
+            with session_lock(self._file.path):
+                self._document = self._accepted(self._file.read())
+                code = await self._serve()
+        except AlreadyServedError as error:
+            self._view.say(f"refused: {error}")
+            code = INVALID
         except InvalidResource as error:
             for mistake in error.errors:
                 self._view.say(f"refused: {mistake}")
@@ -140,7 +149,17 @@ class LocalSession:
         return {**obj, "metadata": metadata, "status": as_json(self._status)}
 
     async def _show(self, observed: ObservedState, *, ending: bool = False) -> None:
-        self.snapshot = Snapshot(self._document.resource, self._status, observed, self._problems, ending)
+        if observed.engine is not None and observed.engine.reachable:
+            self._tokens_per_second = self._rate.add(time.monotonic(), observed.engine.generated_tokens)
+        self.snapshot = Snapshot(
+            self._document.resource,
+            self._status,
+            observed,
+            self._problems,
+            ending,
+            elapsed=time.monotonic() - self._began,
+            tokens_per_second=self._tokens_per_second,
+        )
         self._view.show(self.snapshot)
         async with self._stepped:
             self._stepped.notify_all()

@@ -12,13 +12,16 @@ from megatron_operator.observed_state import ObservedPod, ObservedState, PodPhas
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One snapshot. ``problems`` are errors of the file that do not stop the session."""
+    """One snapshot. ``problems`` are errors of the file that do not stop the session; ``elapsed`` are the seconds since
+    its start."""
 
     resource: MegatronInference
     status: MegatronInferenceStatus
     observed: ObservedState
     problems: tuple[str, ...] = ()
     ending: bool = False
+    elapsed: float = 0.0
+    tokens_per_second: float = 0.0
 
     @property
     def pods(self) -> tuple[ObservedPod, ...]:

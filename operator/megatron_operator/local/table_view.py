@@ -1,10 +1,11 @@
-"""The view for a terminal: a table that is redrawn when the resource changes."""
+"""The view for a terminal: a table of at most 80 columns that is redrawn at every step."""
 
 from __future__ import annotations
 
 import sys
 import termios
 from collections.abc import Callable
+from datetime import timedelta
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -19,7 +20,7 @@ from megatron_operator.local.snapshot import Snapshot, pod_state
 from megatron_operator.observed_state import Loading, ObservedPod
 from megatron_operator.styles import styled
 
-BAR_WIDTH = 24
+BAR_WIDTH = 6
 MEGA = 1_000_000
 
 
@@ -74,26 +75,25 @@ def draw(snapshot: Snapshot) -> RenderableType:
     return Panel(Group(*parts), title=title, title_align="left", subtitle=hint, subtitle_align="right", box=box.ROUNDED)
 
 
-def _summary(snapshot: Snapshot) -> Table:
-    status = snapshot.status
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("PHASE", "ENGINE", "READY", "RESTARTS", "URL"):
-        table.add_column(heading, no_wrap=True)
+def _summary(snapshot: Snapshot) -> RenderableType:
+    status, engine = snapshot.status, snapshot.observed.engine
+    table = _table("PHASE", "ENGINE", "READY", "RESTARTS", "ELAPSED", "RUNNING", "WAITING", "TOKENS/S")
     desired = snapshot.resource.spec.replicas
+    elapsed = str(timedelta(seconds=int(snapshot.elapsed)))
     if snapshot.ending:
-        table.add_row(styled(str(Phase.TERMINATING)), styled("-"), f"0/{desired}", str(status.restarts), styled("-"))
-        return table
-    engine, url = status.engine_state or "-", status.url or "-"
-    table.add_row(
-        styled(str(status.phase)), styled(engine), f"{status.ready_replicas}/{desired}", str(status.restarts), url
-    )
-    return table
+        phase, state, ready, url = str(Phase.TERMINATING), "-", 0, None
+    else:
+        phase, state, url = str(status.phase), status.engine_state or "-", status.url
+        ready = status.ready_replicas
+    traffic = ("-", "-", "-")
+    if engine is not None and engine.reachable and not snapshot.ending:
+        traffic = (str(engine.running_requests), str(engine.waiting_requests), f"{snapshot.tokens_per_second:.1f}")
+    table.add_row(styled(phase), styled(state), f"{ready}/{desired}", str(status.restarts), elapsed, *traffic)
+    return table if url is None else Group(table, Text.assemble(("URL ", "dim"), url))
 
 
 def _conditions(snapshot: Snapshot) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("CONDITION", "STATUS", "REASON"):
-        table.add_column(heading, no_wrap=True)
+    table = _table("CONDITION", "STATUS", "REASON")
     table.add_column("MESSAGE", style="dim", overflow="fold")
     for condition in snapshot.status.conditions:
         table.add_row(condition.type, styled(condition.status), condition.reason, Text(condition.message))
@@ -101,9 +101,7 @@ def _conditions(snapshot: Snapshot) -> Table:
 
 
 def _pods(snapshot: Snapshot) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("POD", "ROLE", "ADDRESS", "STATE", "ENGINE", "WEIGHTS"):
-        table.add_column(heading, no_wrap=True)
+    table = _table("POD", "ROLE", "ADDRESS", "STATE", "ENGINE", "WEIGHTS")
     for pod in snapshot.pods:
         role = "leader" if pod.leader else "worker"
         state = styled(pod_state(pod))
@@ -121,6 +119,13 @@ def _weights(pod: ObservedPod) -> RenderableType:
 
 def _bar(loading: Loading) -> Table:
     row = Table.grid(padding=(0, 1))
-    done = Text(f"{loading.loaded_bytes // MEGA}/{loading.total_bytes // MEGA} MB")
-    row.add_row(ProgressBar(loading.total_bytes, loading.loaded_bytes, width=BAR_WIDTH), done)
+    percent = loading.loaded_bytes * 100 // max(loading.total_bytes, 1)
+    row.add_row(ProgressBar(loading.total_bytes, loading.loaded_bytes, width=BAR_WIDTH), Text(f"{percent} %"))
     return row
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
+    return table

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.inspection import inspect_source
 from megatron_runtime.launch.memory import available_memory
-from megatron_runtime.launch.options import LaunchOptions
+from megatron_runtime.launch.options import EngineOptions, LaunchOptions
 from megatron_runtime.launch.ports import bind_control, bind_coordinator, bind_http, bind_metrics
 from megatron_runtime.launch.preflight import plan_engine
 from megatron_runtime.launch.quantity import format_bytes
@@ -12,9 +13,28 @@ from megatron_runtime.launch.tasks import threads_per_rank
 from megatron_runtime.server.api_keys import ApiKeys
 
 
+def check_device(engine: EngineOptions, local_ranks: int) -> None:
+    """Raises ConfigurationError unless each rank has a device of its own."""
+    if engine.device == "cpu":
+        return
+    import torch  # takes seconds, and only this check needs it
+
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found >= local_ranks:
+        return
+    if found:
+        words = f"{local_ranks} ranks need a GPU each, and this machine has {found}; lower --ranks-per-pod"
+    elif torch.version.cuda is None:
+        words = f"PyTorch {torch.__version__} is a build without CUDA; install one with CUDA, or use --device cpu"
+    else:
+        words = "PyTorch finds no GPU; check nvidia-smi and the container's devices, or use --device cpu"
+    raise ConfigurationError(f"--device {engine.device}: {words}", field="device")
+
+
 async def check_everything(options: LaunchOptions) -> str:
     """A summary of the model and its resources; raises ConfigurationError or CheckpointError if it can't be served."""
     options.check()
+    check_device(options.engine, options.local_ranks)
     identity = options.identity
     if options.has_first_rank:
         bind_http(options).close()

@@ -129,6 +129,7 @@ class PodFacts:
                 "running": sum(group.running_requests for group in self.replica_groups),
                 "waiting": sum(group.waiting_requests for group in self.replica_groups),
             },
+            "generatedTokens": sum(group.generated_tokens for group in self.replica_groups),
             "ready": self.ready,
             "draining": self.draining,
             "restarts": self.restarts,

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
+from megatron_runtime.processes.log_format import PROCESS_VARIABLE, relayed
 from megatron_runtime.processes.parent_link import BEAT_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -152,9 +153,7 @@ class Child:
     async def _read_output(self, stream: asyncio.StreamReader) -> None:
         async for line in _lines(stream):
             self.tail.append(line)
-            # A JSON line keeps its format for log collectors.
-            is_json = line.startswith("{") and line.endswith("}")
-            print(line if is_json else f"[{self.task.role}] {line}", file=self._log or sys.stderr, flush=True)
+            print(relayed(self.task.role, line), file=self._log or sys.stderr, flush=True)
 
     async def _read_reports(self, descriptor: int) -> None:
         stream = asyncio.StreamReader(limit=LONGEST_LINE)
@@ -182,7 +181,7 @@ class Child:
 def _environment(task: ChildTask) -> dict[str, str]:
     """The environment of this process and that of the task, without private variables of the launcher."""
     inherited = {name: value for name, value in os.environ.items() if name not in PRIVATE_VARIABLES}
-    return inherited | dict(task.environment)
+    return inherited | {PROCESS_VARIABLE: task.role} | dict(task.environment)
 
 
 async def _keep_beating(pipe: asyncio.StreamWriter) -> None:

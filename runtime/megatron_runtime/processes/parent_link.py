@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import ctypes
 import json
-import logging
 import os
 import select
 import signal
 import sys
 import time
 from typing import Any
+
+from megatron_runtime.processes.log_format import configure_logging
 
 PR_SET_PDEATHSIG = 1
 
@@ -44,7 +45,7 @@ class ParentLink:
         """Read the options, request SIGKILL at the end of the parent, and configure logging."""
         options = json.loads((sys.argv[1:] if arguments is None else arguments)[0])
         level = options.pop("log_level")
-        logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+        configure_logging(level)
         link = cls(options)
         link.take_death_of_parent_as(signal.SIGKILL)
         return link

@@ -1,42 +1,35 @@
-// Client of the server's API: the state of the service, and streamed answers.
+// Client of the server's API: the state of the service, numbers of tokens, and streamed answers.
 
+import { errorOf, errorOfEvent, interrupted, unreachable } from "./errors.js";
 import { events } from "./events.js";
 import { storage } from "./storage.js";
 
 const STATUS_MS = 10_000;
-const CONNECTION_LOST = "The connection was lost before the answer was complete.";
-
-/** A response other than 2xx, or a failed connection, whose `status` is 0. */
-export class ServerError extends Error {
-  constructor(status, message, retryAfter = null) {
-    super(message);
-    this.status = status;
-    this.retryAfter = retryAfter;
-  }
-}
 
 export async function readStatus(signal = AbortSignal.timeout(STATUS_MS)) {
   const response = await send("status", { cache: "no-store", signal });
   return response.json();
 }
 
+/** The number of tokens of a prompt with these messages, and the length of the model's context in tokens. */
+export async function countTokens(messages, signal) {
+  const response = await send("tokenize", post({ messages }, signal));
+  const { count, max_model_len } = await response.json();
+  return { count, longest: max_model_len };
+}
+
 /** Yields `{text, reasoning, tokens, usage, finishReason}` for each chunk of an answer; null for what a chunk lacks. */
 export async function* streamAnswer(body, signal) {
   const request = { ...body, stream: true, stream_options: { include_usage: true }, return_token_ids: true };
-  const response = await send("v1/chat/completions", {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify(request),
-    signal,
-  });
+  const response = await send("v1/chat/completions", post(request, signal));
   const chunks = events(response.body);
   try {
     for (;;) {
       const { value, done } = await chunks.next().catch(connectionLost);
-      if (done) throw new ServerError(0, CONNECTION_LOST);
+      if (done) throw interrupted();
       if (value === "[DONE]") return;
       const chunk = JSON.parse(value);
-      if (chunk.error) throw new ServerError(500, chunk.error.message);
+      if (chunk.error) throw errorOfEvent(chunk.error);
       yield parse(chunk);
     }
   } finally {
@@ -45,7 +38,7 @@ export async function* streamAnswer(body, signal) {
 }
 
 function connectionLost(error) {
-  throw error.name === "AbortError" ? error : new ServerError(0, CONNECTION_LOST);
+  throw error.name === "AbortError" ? error : interrupted();
 }
 
 function parse(chunk) {
@@ -59,6 +52,10 @@ function parse(chunk) {
   };
 }
 
+function post(body, signal) {
+  return { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal };
+}
+
 async function send(path, options) {
   const key = storage.key;
   const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
@@ -67,27 +64,8 @@ async function send(path, options) {
     response = await fetch(path, { ...options, headers });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServerError(0, "The server can't be reached.");
+    throw unreachable();
   }
-  if (!response.ok) throw await errorOf(response);
+  if (!response.ok) throw await errorOf(response, key !== null);
   return response;
-}
-
-async function errorOf(response) {
-  const seconds = Number(response.headers.get("Retry-After")) || null;
-  let message = null;
-  try {
-    message = (await response.json()).error.message;
-  } catch {
-    // A proxy answered instead of the server; its body is not shown.
-  }
-  return new ServerError(response.status, describe(response.status, message, seconds), seconds);
-}
-
-function describe(status, message, seconds) {
-  const later = seconds ? ` Try again in ${seconds} s.` : " Try again later.";
-  if (status === 401) return storage.key ? "The server rejected this API key." : "This server requires an API key.";
-  if (status === 429) return `The server is busy: ${message ?? "too many requests"}.${later}`;
-  if (status === 503) return `The server can't answer now: ${message ?? "unavailable"}.${later}`;
-  return message ?? `The server responded with status ${status}.`;
 }

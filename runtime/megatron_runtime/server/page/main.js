@@ -1,20 +1,22 @@
-// Entry point: connects the parts of the page, and polls the status once a second while the page is visible.
+// Entry point: connects the parts of the page, and polls the status once a second while the page is visible or shows a
+// growing answer.
 
 import { readStatus } from "./api.js";
 import { Chat } from "./chat.js";
+import { find } from "./elements.js";
 import { Panel } from "./panel.js";
-import { readSettings, KeyForm, limitTokens } from "./settings.js";
+import { KeyForm, Settings } from "./settings.js";
 
 const POLL_MS = 1000;
 const RETRY_MS = 3000;
-const find = (id) => document.getElementById(id);
 
 const panel = new Panel();
 const keyForm = new KeyForm(() => {
   showPanel(false);
   poll();
 });
-const chat = new Chat(readSettings(), (error) => {
+const settings = new Settings();
+const chat = new Chat(settings, (error) => {
   if (error.status === 401) askForKey(error);
 });
 let timer = null;
@@ -23,7 +25,7 @@ let polling = Promise.resolve();
 /** Polls now, or after the poll in flight, which may use another key. */
 function poll() {
   clearTimeout(timer);
-  if (document.visibilityState === "visible") polling = polling.then(pollNow);
+  if (document.visibilityState === "visible" || chat.isAnswering) polling = polling.then(pollNow);
 }
 
 async function pollNow() {
@@ -33,7 +35,7 @@ async function pollNow() {
     const status = await readStatus();
     panel.show(status);
     chat.update(status);
-    limitTokens(status);
+    settings.update(status);
   } catch (error) {
     wait = disconnect(error);
   }

@@ -2,13 +2,13 @@
 
 const WINDOW_SECONDS = 5;
 
-/** The rate of one counter over the last seconds; a counter that decreases has been reset. */
+/** The rate of one counter over the last seconds while it runs; a counter that decreases has been reset. */
 class Meter {
   #samples = [];
 
-  add(seconds, count) {
+  add(seconds, count, isRunning) {
     const last = this.#samples.at(-1);
-    if (last && count < last.count) this.#samples = [];
+    if (last && (count < last.count || !isRunning)) this.#samples = [];
     this.#samples.push({ seconds, count });
     while (seconds - this.#samples[0].seconds > WINDOW_SECONDS) this.#samples.shift();
   }
@@ -30,7 +30,7 @@ export class Meters {
     for (const group of groups) {
       const name = `${group.index}.${group.attempt}`;
       const meter = this.#meters.get(name) ?? new Meter();
-      meter.add(seconds, group.generated_tokens);
+      meter.add(seconds, group.generated_tokens, group.state === "RUNNING");
       now.set(name, meter);
     }
     this.#meters = now;
@@ -41,4 +41,10 @@ export class Meters {
 
 export function shown(rate) {
   return rate >= 10 || rate === 0 ? rate.toFixed(0) : rate.toFixed(1);
+}
+
+/** A number of tokens and, unless it is null, their rate. */
+export function speed(tokens, rate) {
+  const count = `${tokens} ${tokens === 1 ? "token" : "tokens"}`;
+  return rate === null ? count : `${count}, ${shown(rate)} per second`;
 }

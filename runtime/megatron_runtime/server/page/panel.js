@@ -1,9 +1,10 @@
 // The panel beside the chat: state of the service, replica groups, and tokens per second.
 
+import { element, find } from "./elements.js";
 import { Meters, shown } from "./meter.js";
 
 const POINTS = 60;
-const find = (id) => document.getElementById(id);
+const STATES = { LOCKED: "API key required", UNREACHABLE: "not reachable" };
 
 export class Panel {
   #meters = new Meters();
@@ -62,20 +63,19 @@ function state(name) {
   const node = find("state");
   if (node.dataset.state === name) return; // otherwise screen readers announce it every second
   node.dataset.state = name;
-  node.textContent = name.toLowerCase();
+  node.textContent = STATES[name] ?? name.toLowerCase();
 }
 
 /** One replica group in the list. Its nodes are reused, so that screen readers keep their position. */
 class Row {
   constructor(group) {
-    this.node = document.createElement("li");
-    this.state = text("span", "state");
-    this.requests = text("span", "left");
-    this.rate = text("span", "right");
+    this.node = element("li", {});
+    this.state = element("span", { class: "state" });
+    this.requests = element("span", { class: "left" });
+    this.rate = element("span", { class: "right" });
     this.gauge = gauge(`KV cache of replica group ${group.index}`);
-    this.usage = text("span", "right");
-    const name = text("strong", "");
-    name.textContent = `Replica group ${group.index}`;
+    this.usage = element("span", { class: "right" });
+    const name = element("strong", {}, `Replica group ${group.index}`);
     this.node.append(name, this.state, this.requests, this.rate, this.gauge, this.usage);
   }
 
@@ -93,16 +93,6 @@ class Row {
 }
 
 function gauge(label) {
-  const node = document.createElement("div");
-  node.className = "gauge";
-  const parts = { role: "meter", "aria-label": label, "aria-valuemin": 0, "aria-valuemax": 100 };
-  for (const [name, value] of Object.entries(parts)) node.setAttribute(name, value);
-  node.append(document.createElement("div"));
-  return node;
-}
-
-function text(kind, style) {
-  const node = document.createElement(kind);
-  node.className = style;
-  return node;
+  const parts = { class: "gauge", role: "meter", "aria-label": label, "aria-valuemin": 0, "aria-valuemax": 100 };
+  return element("div", parts, element("div", {}));
 }

@@ -1,27 +1,54 @@
 // The parameters of requests, and the API key.
 
+import { find } from "./elements.js";
 import { storage } from "./storage.js";
 
-const find = (id) => document.getElementById(id);
-
 const DEFAULT_TOKENS = 1024;
+const RULES = {
+  temperature: "Temperature must be a number from 0 to 2.",
+  "max-tokens": "Maximum length must be a whole number of at least 1.",
+};
 
-/** Returns a function that reads the settings; an empty number is the placeholder, or else the server's default. */
-export function readSettings() {
-  const fields = ["system", "temperature", "max-tokens"].map((name) => find(name));
-  for (const field of fields) {
-    field.value = storage.settings?.[field.name] ?? field.value;
-    field.addEventListener("input", () => {
-      storage.settings = Object.fromEntries(fields.map((each) => [each.name, each.value]));
-    });
+/** The fields of the settings. An empty number has the value of its placeholder. */
+export class Settings {
+  #fields = ["system", "temperature", "max-tokens"].map(find);
+
+  constructor() {
+    for (const field of this.#fields) {
+      field.value = storage.settings?.[field.name] ?? field.value;
+      field.addEventListener("input", () => this.#changed());
+    }
+    find("settings").addEventListener("submit", (event) => event.preventDefault());
+    this.problem();
   }
-  find("settings").addEventListener("submit", (event) => event.preventDefault());
-  return () => ({ system: find("system").value.trim(), temperature: number("temperature"), maxTokens: number("max-tokens") });
-}
 
-/** Sets the default maximum length of answers, so that they do not take minutes. */
-export function limitTokens({ max_model_len }) {
-  find("max-tokens").placeholder = Math.min(DEFAULT_TOKENS, Math.floor(max_model_len / 2));
+  /** What is wrong with the values, or null. */
+  problem() {
+    let first = null;
+    for (const [id, rule] of Object.entries(RULES)) {
+      const isValid = find(id).checkValidity();
+      find(id).setAttribute("aria-invalid", String(!isValid));
+      find(`${id}-error`).textContent = isValid ? "" : rule;
+      find(`${id}-error`).hidden = isValid;
+      first ??= isValid ? null : rule;
+    }
+    return first;
+  }
+
+  get values() {
+    const system = find("system").value.trim();
+    return { system, temperature: number("temperature"), maxTokens: number("max-tokens") ?? DEFAULT_TOKENS };
+  }
+
+  /** Sets the default of the maximum length, so that answers do not take minutes. */
+  update({ max_model_len }) {
+    find("max-tokens").placeholder = Math.min(DEFAULT_TOKENS, Math.floor(max_model_len / 2));
+  }
+
+  #changed() {
+    storage.settings = Object.fromEntries(this.#fields.map((each) => [each.name, each.value]));
+    this.problem();
+  }
 }
 
 function number(id) {

@@ -17,9 +17,9 @@ function write(name, value) {
   }
 }
 
-const values = Object.fromEntries(["key", "turns", "settings"].map((name) => [name, read(`megatron-${name}`)]));
+const values = Object.fromEntries(["key", "exchanges", "dropped", "settings"].map((name) => [name, read(`megatron-${name}`)]));
 
-/** `storage.key`, `storage.turns`, `storage.settings`; null if unset. */
+/** `storage.key`, `exchanges`, `dropped` and `settings`; null if unset. */
 export const storage = new Proxy(values, {
   set(target, name, value) {
     target[name] = value;

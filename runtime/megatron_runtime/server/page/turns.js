@@ -1,29 +1,75 @@
-// The messages of the conversation.
+// The turns of the conversation on the page: a question and its answer.
 
-import { shown } from "./meter.js";
-import { markdown } from "./markdown.js";
+import { element, fitHeight, onKeys } from "./elements.js";
+import { drawMarkdown } from "./markdown.js";
 
-const SPEAKERS = { user: "You", assistant: "Model" };
 const NEAR_END = 80; // pixels
 
-/** One message on the page. An answer has a note below and the reasoning of the model above its text. */
-export class Turn {
+/** A question, which can be edited. */
+export class QuestionTurn {
   #text;
-  #note;
+  #content = element("div", { class: "content text" });
+  #actions = actions(["edit", "Edit", "Edit this message"]);
+  #editor = null;
+
+  constructor(text) {
+    this.#text = text;
+    this.#content.append(text);
+    this.node = element("li", { class: "turn user" }, element("h2", {}, "You"), this.#content, this.#actions);
+  }
+
+  /** Shows an editor instead of the text; `send(text)` is called with another text that is not empty. */
+  edit(send, text = this.#text) {
+    if (this.#editor) return;
+    const area = element("textarea", { rows: 1, "aria-label": "Edit your message" }, text);
+    const buttons = element("div", { class: "actions" });
+    buttons.append(
+      element("button", { type: "submit" }, "Send"),
+      element("button", { type: "button", class: "quiet" }, "Cancel"),
+    );
+    this.#editor = element("form", { class: "editor" }, area, buttons);
+    this.#editor.addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (area.value.trim()) send(area.value.trim());
+    });
+    buttons.lastElementChild.addEventListener("click", () => this.#cancel());
+    onKeys(area, () => this.#editor.requestSubmit(), () => this.#cancel());
+    area.addEventListener("input", () => fitHeight(area));
+    this.#content.replaceWith(this.#editor);
+    this.#actions.hidden = true;
+    fitHeight(area);
+    area.focus();
+  }
+
+  /** Closes the editor without a change. */
+  closeEditor() {
+    this.#editor?.replaceWith(this.#content);
+    this.#editor = null;
+    this.#actions.hidden = false;
+  }
+
+  #cancel() {
+    this.closeEditor();
+    this.#actions.firstElementChild.focus();
+  }
+}
+
+/** An answer, with the reasoning of the model above its text and a note below. */
+export class AnswerTurn {
+  #content = element("div", { class: "content" });
+  #note = element("p", { class: "note" });
   #reasoning = null;
   #next = null;
 
-  constructor({ role, content }) {
-    this.node = document.createElement("li");
-    this.node.className = `turn ${role}`;
-    const speaker = document.createElement("h2");
-    speaker.textContent = SPEAKERS[role];
-    this.#text = document.createElement("div");
-    this.#note = document.createElement("p");
-    this.#note.className = "note";
-    this.#note.hidden = true;
-    this.node.append(speaker, this.#text, this.#note);
-    this.#text.append(...markdown(content));
+  constructor({ content = "", reasoning = "", note = null, isError = false } = {}) {
+    const buttons = actions(["retry", "Retry", "Retry this answer"], ["copy-answer", "Copy", "Copy this answer"]);
+    this.node = element("li", { class: "turn assistant" }, element("h2", {}, "Model"), this.#content, this.#note, buttons);
+    this.#show(content, reasoning);
+    this.note(note, isError);
+  }
+
+  get content() {
+    return this.#content;
   }
 
   /** Draws a growing text, at most once per frame. */
@@ -38,21 +84,17 @@ export class Turn {
     this.#next = null;
     const scroller = this.node.closest(".conversation");
     const follows = scroller && scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR_END;
-    if (reasoning) this.#showReasoning(reasoning);
-    this.#text.replaceChildren(...markdown(text));
+    this.#show(text, reasoning);
     if (follows) scroller.scrollTop = scroller.scrollHeight;
   }
 
-  #showReasoning(reasoning) {
-    if (!this.#reasoning) {
-      this.#reasoning = document.createElement("details");
-      const summary = document.createElement("summary");
-      summary.textContent = "Reasoning";
-      const text = document.createElement("div");
-      this.#reasoning.append(summary, text);
-      this.#text.before(this.#reasoning);
+  #show(text, reasoning) {
+    if (reasoning && !this.#reasoning) {
+      this.#reasoning = element("details", {}, element("summary", {}, "Reasoning"), element("div", {}));
+      this.#content.before(this.#reasoning);
     }
-    this.#reasoning.lastElementChild.replaceChildren(...markdown(reasoning));
+    if (reasoning) drawMarkdown(this.#reasoning.lastElementChild, reasoning);
+    drawMarkdown(this.#content, text);
   }
 
   /** A line below the text; null removes it. */
@@ -67,7 +109,10 @@ export class Turn {
   }
 }
 
-export function speed(tokens, seconds) {
-  const rate = seconds > 0 && tokens > 1 ? `, ${shown((tokens - 1) / seconds)} per second` : "";
-  return `${tokens} ${tokens === 1 ? "token" : "tokens"}${rate}`;
+function actions(...buttons) {
+  const node = element("div", { class: "actions" });
+  for (const [action, label, title] of buttons) {
+    node.append(element("button", { type: "button", class: "quiet", "data-action": action, "aria-label": title }, label));
+  }
+  return node;
 }

@@ -9,15 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from client_support.page_actions import CAPITAL, answered, answers, ask
+from client_support.page_actions import answered, answers, ask, make_model_say, sent_by
 from playwright.sync_api import Page, expect
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 
-pytestmark = pytest.mark.model
-
 KEY = "key-of-the-tests"
-ENDLESS = {"prompt": "a", "max_tokens": 200, "ignore_eos": True}
+LONGEST = 256
+SHORT = {"prompt": "a", "max_tokens": 9}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def locked_pod(pod_type: Any, tmp_path_factory: pytest.TempPathFactory) -> Itera
     keys = folder / "keys"
     keys.write_text(f"{KEY}\n")
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    model = write_tiny_checkpoint(folder / "tiny", longest=256, chat_template=template)
+    model = write_tiny_checkpoint(folder / "tiny", longest=LONGEST, chat_template=template)
     flags = "--dtype float32 --kv-cache-memory 16Mi --frontend-replicas 1 --max-in-flight 1"
     pod = pod_type(folder, "--model", str(model), *flags.split(), MEGATRON_API_KEYS_FILE=str(keys))
     try:
@@ -47,7 +47,7 @@ def test_the_page_requests_the_key_and_stores_it_only_in_the_tab(locked_pod: Any
     page = open_page(locked_pod)
     expect(page.get_by_text("This server requires an API key.")).to_be_visible()
     expect(page.get_by_label("Key", exact=True)).to_be_focused()
-    expect(page.locator("#state")).to_have_text("locked")
+    expect(page.locator("#state")).to_have_text("API key required")
     give_key(page, "wrong")
     expect(page.get_by_text("The server rejected this API key.")).to_be_visible()
     give_key(page, KEY)
@@ -60,7 +60,7 @@ def test_the_page_requests_the_key_and_stores_it_only_in_the_tab(locked_pod: Any
     ask(page, "abc")
     answered(page)
     page.get_by_role("button", name="Remove the API key").click()
-    expect(page.locator("#state")).to_have_text("locked")
+    expect(page.locator("#state")).to_have_text("API key required")
     assert KEY not in page.evaluate("JSON.stringify(sessionStorage)")
 
 
@@ -78,37 +78,69 @@ def test_a_question_waits_for_a_replica_group(locked_pod: Any, open_page: Any) -
     expect(page.locator(".replica-groups li")).to_have_count(1)
 
 
-def test_a_draining_server_is_reported(start_pod: Any, smollm2_path: Path, open_page: Any) -> None:
-    pod = start_pod("--model", str(smollm2_path), "--kv-cache-memory", "256Mi", "--frontend-replicas", "1").wait_ready()
-    page = open_page(pod)
-    expect(page.locator("#state")).to_have_text("running")
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(pod.post, "/v1/completions", {**ENDLESS, "max_tokens": 8000})
-        pod.wait_for(lambda state: state["requests"]["running"] == 1)
-        pod.process.send_signal(signal.SIGTERM)
-        pod.wait_for(lambda state: state["draining"])
-        ask(page, CAPITAL)
-        words = "The server can't answer now: the server is shutting down. Try again in 5 s."
-        expect(page.get_by_role("alert")).to_have_text(words)
-        expect(page.get_by_label("Your message")).to_have_value(CAPITAL)
-        pod.end()
-        assert other.exception() is not None
-
-
-def test_a_busy_and_an_unreachable_server_have_different_errors(locked_pod: Any, open_page: Any) -> None:
+def test_a_full_context_drops_the_oldest_messages(locked_pod: Any, open_page: Any) -> None:
     page = open_page(locked_pod)
     give_key(page, KEY)
     expect(page.locator("#state")).to_have_text("running")
-    locked_pod.signal("pause")
+    bodies = sent_by(page, "/v1/chat/completions")
+    page.get_by_label("Maximum length").fill("80")
+    make_model_say(page, "b" * 60)
+    for count in (1, 2, 3):
+        ask(page, str(count) * 60)
+        answered(page, count)
+    divider = page.locator(".divider")
+    expect(divider).to_contain_text("The messages above no longer fit the model's context")
+    order = "all => all.map(node => node.className.split(' ')[1] ?? 'divider')"
+    turns = ["user", "assistant"]
+    assert page.locator("#messages > li").evaluate_all(order) == [*turns, "divider", *turns, *turns]
+    assert [len(body["messages"]) for body in bodies] == [1, 3, 3]
+    assert [body["max_tokens"] for body in bodies] == [80, 76, 76]
+    page.reload()
+    expect(divider).to_have_count(1)
+    page.unroute_all()
+    make_model_say(page, "c" * 100)
+    ask(page, "4" * 200)
+    expect(answered(page, 4).locator(".note")).to_contain_text("stopped: the model's context is full")
+    assert bodies[-1]["max_tokens"] == LONGEST - 200
+    ask(page, "5" * 300)
+    words = f"Your message is too long: it makes a prompt of 300 tokens, and the model's context has {LONGEST}."
+    expect(page.get_by_role("alert")).to_have_text(f"{words} Shorten it.")
+    expect(page.get_by_label("Your message")).to_have_value("5" * 300)
+    page.get_by_label("Maximum length").fill("5")
+    ask(page, "short")
+    expect(answered(page, 5).locator(".note")).to_contain_text("stopped: it reached the maximum length")
+
+
+def is_full(pod: Any) -> bool:
+    """Whether the pod rejects a request because of the one in flight."""
+    try:
+        response = pod.http.post("/v1/completions", json={"model": "chat", **SHORT}, timeout=2)
+    except httpx.ReadTimeout:
+        return False
+    return bool(response.status_code == 429)
+
+
+def test_busy_draining_and_unreachable_servers_have_different_errors(locked_pod: Any, open_page: Any) -> None:
+    page = open_page(locked_pod)
+    give_key(page, KEY)
+    expect(page.locator("#state")).to_have_text("running")
+    rank = locked_pod.child("megatron_runtime.rank")
+    alert = page.get_by_role("alert")
+    os.kill(rank, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(locked_pod.post, "/v1/completions", ENDLESS)
-        locked_pod.wait_for(lambda state: state["requests"]["waiting"] == 1)
+        other = pool.submit(locked_pod.post, "/v1/completions", SHORT)
+        with page.expect_request("**/status"):
+            pass
+        assert is_full(locked_pod)
         ask(page, "abc")
-        expect(page.get_by_role("alert")).to_contain_text("The server is busy")
-        expect(page.get_by_role("alert")).to_contain_text("Try again in 5 s.")
+        expect(alert).to_have_text("The server is busy with other requests. Try again in 5 s.")
         expect(page.get_by_label("Your message")).to_have_value("abc")
         locked_pod.process.send_signal(signal.SIGTERM)
-        assert other.result().status_code == 503
-    expect(page.locator("#state")).to_have_text("unreachable")
+        locked_pod.wait_for(lambda state: state["draining"])
+        page.keyboard.press("Enter")
+        expect(alert).to_have_text("The server is shutting down. Try again in 5 s.")
+        os.kill(rank, signal.SIGCONT)
+        assert other.result().status_code == 200
+    expect(page.locator("#state")).to_have_text("not reachable")
     page.keyboard.press("Enter")
-    expect(page.get_by_role("alert")).to_have_text("The server can't be reached.")
+    expect(alert).to_have_text("The server can't be reached. Check your connection.")

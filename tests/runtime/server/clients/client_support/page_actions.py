@@ -27,10 +27,10 @@ def answered(page: Page, count: int = 1) -> Any:
     return last
 
 
-def sent_by(page: Page) -> list[dict[str, Any]]:
-    """The bodies of the requests that the page sends from now on."""
+def sent_by(page: Page, path: str) -> list[dict[str, Any]]:
+    """The bodies of the requests that the page sends to a path from now on."""
     bodies: list[dict[str, Any]] = []
-    page.on("request", lambda request: bodies.append(request.post_data_json) if request.post_data else None)
+    page.on("request", lambda request: bodies.append(request.post_data_json) if request.url.endswith(path) else None)
     return bodies
 
 
