@@ -179,6 +179,7 @@ class TrackedRequest:
             segment.generated_length = len(segment.generated_tokens)
             segment.finish_reason = reason
         request.generated_text = text
+        request.stop_reason = self._stop_reason() if reason == "stop" else None
         if self.routing is not None and len(self.routing) >= request.total_tokens - 1:
             request.routing_indices = self.routing[: request.total_tokens - 1]
         if error is not None:
@@ -253,6 +254,15 @@ class TrackedRequest:
             return self._matcher.text[:start]
         hidden = int(self._terminated and not keeps_stop)
         return self._tokenizer.detokenize(self._generated[: len(self._generated) - hidden])
+
+    def _stop_reason(self) -> int | str | None:
+        if self._matcher is not None and self._matcher.match is not None:
+            start, end = self._matcher.match
+            return self._matcher.text[start:end]
+        last = self._generated[-1]
+        is_requested = last in (self.params.stop_token_ids or ())
+        is_own_end = not self.params.ignore_eos and last in self._tokenizer.eos_token_ids
+        return last if self._terminated and is_requested and not is_own_end else None
 
     def _keep_tokens(self, count: int) -> None:
         excess = len(self._generated) - count

@@ -66,6 +66,8 @@ class DynamicInferenceRequest(InferenceRequest):
     generated_tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     """"stop", "length", "abort" or "error" once the request has ended."""
+    stop_reason: int | str | None = None
+    """The stop text, or the token of ``stop_token_ids``, that ended the answer; None for every other end."""
     weight_version: int = 0
     """Version of the engine's weights when the request ended."""
 

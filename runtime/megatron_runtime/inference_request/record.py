@@ -118,6 +118,7 @@ class DynamicInferenceRequestRecord:
         merged.sampling_params = copy.deepcopy(first.sampling_params)
         merged.status = last.status
         merged.finish_reason = last.finish_reason
+        merged.stop_reason = last.stop_reason
         merged.weight_version = last.weight_version
         merged.latency = self.latency
         merged.policy_epoch = last.policy_epoch

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, FastAPI
 from fastapi.responses import JSONResponse
 from starlette.middleware.cors import CORSMiddleware
 
+from megatron_runtime.server.anthropic.message_routes import ERROR_RESPONSES, message_routes
 from megatron_runtime.server.body_limit import BodyLimit
 from megatron_runtime.server.errors import install_error_handlers
 from megatron_runtime.server.frontend_context import FrontendContext
@@ -42,7 +43,7 @@ def create_app(frontend: FrontendContext) -> FastAPI:
         # RequestLog creates the spans: it also propagates contexts when no spans are exported, and skips probes.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    install_error_handlers(app)
+    install_error_handlers(app, ERROR_RESPONSES)
     _add_middleware(app, frontend)
     if frontend.options.http.page:
         add_page(app)
@@ -54,6 +55,7 @@ def _routers(frontend: FrontendContext) -> Iterator[APIRouter]:
     # Megatron's own server has the paths without the prefix too.
     for shown in ({"prefix": "/v1"}, {"include_in_schema": False}):
         yield generation_routes(frontend, dependencies=guarded, **shown)
+        yield message_routes(frontend, dependencies=guarded, **shown)
         yield model_routes(frontend, dependencies=guarded, **shown)
         if frontend.options.http.megatron_http:
             yield profile_routes(frontend, dependencies=guarded, **shown)

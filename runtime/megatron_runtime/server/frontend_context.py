@@ -141,7 +141,7 @@ class FrontendContext:
             self.options.max_sequence_length,
             param=body.limit_param,
             prompt_param=body.prompt_param,
-            is_clamped=self.options.http.megatron_http,
+            is_clamped=self.options.http.megatron_http or body.clamps_token_limit,
         )
         vocab_size = self.tokenizer.vocab_size
         params = sampling_params(body, sample=sample, limit=limit, vocab_size=vocab_size, grammar=grammar)

@@ -163,6 +163,8 @@ class ResponsesBody(GenerationBody):
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS), FirstError()] = Field(default_factory=list)
     tool_choice: ToolChoice | NamedResponseTool = "auto"
     parallel_tool_calls: bool = True
+    # The limit is for tools that run on OpenAI's servers, which this server does not have.
+    max_tool_calls: int | None = Field(None, ge=1)
 
     n: Annotated[int, Only(1)] = 1
     previous_response_id: Annotated[Any, Only(None)] = None

@@ -28,6 +28,8 @@ class Delta(NamedTuple):
     prompt_log_probs: tuple[TokenLogProb, ...] = ()
     """Of the prompt's tokens from the second on, if requested: in the first delta."""
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    """The stop string, or the token of ``stop_token_ids``, that ended the choice; in its last delta."""
     generated_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""

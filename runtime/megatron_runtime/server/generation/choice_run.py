@@ -130,6 +130,7 @@ class ChoiceRun:
             (*self._held, *tokens[self._sent_tokens :]),
             self._prompt_log_probs(request),
             finish_reason="length" if request.finish_reason == "length" else "stop",
+            stop_reason=request.stop_reason,
             generated_tokens=len(tokens),
             cached_tokens=min(request.num_cached_tokens, self._most_cached),
             weight_version=request.weight_version,

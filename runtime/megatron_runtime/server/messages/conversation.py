@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,19 +66,24 @@ def render(
     *,
     param: str,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     longest: int | None = None,
 ) -> list[int]:
     """The tokens of the messages in the model's chat template.
 
-    ``add_generation_prompt`` appends the beginning of an answer. If the template does not support tools, they are
-    described in the system message. A text that can't fit into ``longest`` tokens is refused.
+    ``add_generation_prompt`` appends the beginning of an answer. With ``continue_final_message`` the prompt ends with
+    the content of the last message. If the template does not support tools, they are described in the system message.
+    A text that can't fit into ``longest`` tokens is refused.
     """
     reserved = [name for name in template_kwargs if name in _RESERVED_VARIABLES]
     if reserved:
         message = f"chat_template_kwargs: {reserved[0]} is reserved for the server; leave it out"
         raise ApiError(400, message, param="chat_template_kwargs")
     rendered = [message.for_template() for message in messages]
+    mark = secrets.token_hex(16) if continue_final_message else ""
+    if mark:
+        rendered[-1] = {**rendered[-1], "content": f"{rendered[-1]['content']}{mark}"}
     template = tokenizer.chat_template(has_tools=bool(tools))
     if template is not None and not template.takes_tools:
         rendered, tools = with_tools_as_text(rendered, tools), None
@@ -89,8 +95,18 @@ def render(
         # The template is code of the checkpoint and may raise any exception to reject messages.
         text = str(error).removeprefix("messages: the model's chat template refuses them: ")
         raise ApiError(400, f"{param}: the model's chat template refuses them: {text}", param=param) from error
+    prompt = _up_to(mark, prompt, param) if mark else prompt
     check_characters(prompt, tokenizer, longest, param=param)
     return tokenizer.tokenize(prompt)
+
+
+def _up_to(mark: str, prompt: str, param: str) -> str:
+    """The prompt up to the end of the last message's content, which ends with ``mark``."""
+    start, found, _ = prompt.rpartition(mark)
+    if not found:
+        message = f"{param}: the chat template does not show the last message, so it can't be continued"
+        raise ApiError(400, message, param=param)
+    return start
 
 
 def _known_tokens(message: ChatMessage, tokenizer: Tokenizer) -> list[int]:
