@@ -71,6 +71,7 @@ class PodFrontends:
             self._socket,
             key=key,
             api_keys=self._options.identity.api_keys,
+            control_token=self._options.identity.control_token,
             hang_timeout=self._options.hang_timeout,
             on_change=self._note,
         )

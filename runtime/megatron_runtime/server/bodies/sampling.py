@@ -91,8 +91,8 @@ def token_limit(
         return min(wanted, left)
     if wanted is not None and wanted > left:
         message = (
-            f"{param}: {wanted} tokens after a prompt of {prompt_tokens} make {prompt_tokens + wanted}; request at most "
-            f"{left}. {context_length(longest)}"
+            f"{param}: {wanted} tokens after a prompt of {prompt_tokens} make {prompt_tokens + wanted}; request at "
+            f"most {left}. {context_length(longest)}"
         )
         raise ApiError(400, message, param=param, code="context_length_exceeded")
     return left if wanted is None else wanted

@@ -1,4 +1,4 @@
-"""The endpoint with Anthropic's client, llm-comply, and clients for structured answers; each in a separate environment."""
+"""The endpoint with Anthropic's client, llm-comply, LiteLLM, instructor and pydantic-ai."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Checks an endpoint with llm-comply: `compliance.py URL`; prints the errors of every test, by API, as JSON.
 
-The requests are those of llm-comply at temperature 0: it sets none, and a random answer of a small model may be endless.
+The requests are those of llm-comply, at temperature 0 and with at most one call of a tool. It sets neither, and answers
+of a small model may be endless.
 """
 
 import dataclasses
@@ -23,7 +24,12 @@ APIS = {"openai-chat": "openai_chat", "open-responses": "openresponses", "anthro
 
 
 def request_of(case: TestCase, config: ComplianceConfig) -> dict[str, Any]:
-    return {**case.build_request(config), "temperature": 0}
+    request = {**case.build_request(config), "temperature": 0}
+    if case.endpoint == "/messages" and "tool_choice" in request:
+        request["tool_choice"]["disable_parallel_tool_use"] = True
+    elif "tools" in request:
+        request["parallel_tool_calls"] = False
+    return request
 
 
 def main() -> None:

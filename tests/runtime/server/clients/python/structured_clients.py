@@ -43,10 +43,14 @@ MODES: dict[str, Any] = {
 
 def by_instructor(url: str, mode: str, wanted: Any) -> str:
     client = instructor.from_openai(OpenAI(base_url=url, api_key="none", max_retries=0), mode=instructor.Mode[mode])
-    limit = {"max_output_tokens" if mode == "RESPONSES_TOOLS" else "max_tokens": 60}
-    # Its requests have no format at all.
-    further = {"extra_body": {"guided_json": GetWeather.model_json_schema()}} if mode == "MD_JSON" else {}
-    asked = {"model": "chat", "messages": ASKED, "temperature": 0, "max_retries": 0, **limit, **further}
+    limit = {"max_output_tokens" if mode == "RESPONSES_TOOLS" else "max_tokens": 120}
+    # A small model does not choose to call tools, nor does it follow a schema that is only in the prompt.
+    forced = {
+        "PARALLEL_TOOLS": {"tool_choice": "required", "parallel_tool_calls": False},
+        "MD_JSON": {"guided_json": GetWeather.model_json_schema()},
+    }
+    asked = {"model": "chat", "messages": ASKED, "temperature": 0, "max_retries": 0, **limit}
+    asked["extra_body"] = forced.get(mode, {})
     made = client.chat.completions.create(response_model=wanted, **asked)
     return type(next(iter(made)) if mode == "PARALLEL_TOOLS" else made).__name__
 
