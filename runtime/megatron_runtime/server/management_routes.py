@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from megatron_runtime.errors import CoordinatorError, InvalidStateError, TransitionTimeoutError
 from megatron_runtime.headers import EngineState
 from megatron_runtime.server.cross_origin import is_cross_origin
+from megatron_runtime.server.documentation import answers
 from megatron_runtime.server.errors import ApiError, unavailable
 from megatron_runtime.server.frontend_context import FrontendContext
 from megatron_runtime.wire.service_state import EngineView, ServiceState
@@ -53,7 +54,7 @@ def control_routes(frontend: FrontendContext) -> APIRouter:
         options = asdict(frontend.options)
         return {"config": {name: value for name, value in options.items() if name not in _PRIVATE}}
 
-    @router.post("/sleep", response_class=Response)
+    @router.post("/sleep", response_class=Response, responses=answers({}))
     async def sleep(request: Request, level: Level = 1) -> Response:
         if level != 1:
             message = "level: 2 is not supported; the engine's settings decide what a suspension releases; use 1"

@@ -24,7 +24,7 @@ from megatron_runtime.server.openai.streaming import Chunk
 
 def message(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenizer) -> dict[str, Any]:
     """The complete message; ``deltas`` has exactly one."""
-    builder = _Message(answer, tokenizer)
+    builder = _MessageBuilder(answer, tokenizer)
     (delta,) = deltas
     for _event in builder.add(delta):
         pass
@@ -35,7 +35,7 @@ class MessageEvents:
     """The events of a stream: the message without content, the blocks one by one, the stop reason, and the end."""
 
     def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
-        self._message = _Message(answer, tokenizer)
+        self._message = _MessageBuilder(answer, tokenizer)
 
     def opening(self) -> Iterator[Chunk]:
         """See ``ChunkWriter``."""
@@ -57,7 +57,7 @@ class MessageEvents:
         return [error_body(error)]
 
 
-class _Message:
+class _MessageBuilder:
     """A message built from deltas."""
 
     def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
