@@ -36,7 +36,7 @@ def load_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
 
     @router.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        return Response(_metrics(await frontend.client.service_state()), media_type=CONTENT_TYPE_LATEST)
+        return Response(_metrics(await _service(frontend)), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/load")
     async def load() -> dict[str, int]:
@@ -67,7 +67,7 @@ def control_routes(frontend: FrontendContext) -> APIRouter:
 
     @router.get("/is_sleeping")
     async def is_sleeping() -> dict[str, bool]:
-        service = await frontend.client.service_state()
+        service = await _service(frontend)
         return {"is_sleeping": service.state == EngineState.SUSPENDED}
 
     @router.post("/reset_prefix_cache", response_class=Response)
@@ -79,6 +79,13 @@ def control_routes(frontend: FrontendContext) -> APIRouter:
 
 _PRIVATE = ("api_keys_file", "metrics_folder")
 """Options that name files of the server."""
+
+
+async def _service(frontend: FrontendContext) -> ServiceState:
+    try:
+        return await frontend.client.service_state()
+    except CoordinatorError as error:
+        raise unavailable(str(error), retry_after=frontend.options.retry_after) from error
 
 
 async def _done(request: Request, acting: Awaitable[None]) -> Response:
