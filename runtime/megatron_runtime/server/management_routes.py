@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -59,11 +60,11 @@ def control_routes(frontend: FrontendContext) -> APIRouter:
         if level != 1:
             message = "level: 2 is not supported; the engine's settings decide what a suspension releases; use 1"
             raise ApiError(400, message, param="level")
-        return await _done(request, frontend.client.suspend_engines(SIGNAL_SECONDS))
+        return await _done(request, partial(frontend.client.suspend_engines, SIGNAL_SECONDS))
 
     @router.post("/wake_up", response_class=Response)
     async def wake_up(request: Request) -> Response:
-        return await _done(request, frontend.client.resume_engines(SIGNAL_SECONDS))
+        return await _done(request, partial(frontend.client.resume_engines, SIGNAL_SECONDS))
 
     @router.get("/is_sleeping")
     async def is_sleeping() -> dict[str, bool]:
@@ -72,7 +73,7 @@ def control_routes(frontend: FrontendContext) -> APIRouter:
 
     @router.post("/reset_prefix_cache", response_class=Response)
     async def reset_prefix_cache(request: Request) -> Response:
-        return await _done(request, frontend.client.reset_prefix_cache())
+        return await _done(request, frontend.client.reset_prefix_cache)
 
     return router
 
@@ -88,12 +89,12 @@ async def _service(frontend: FrontendContext) -> ServiceState:
         raise unavailable(str(error), retry_after=frontend.options.retry_after) from error
 
 
-async def _done(request: Request, acting: Awaitable[None]) -> Response:
-    """An empty response when the engines have done it."""
+async def _done(request: Request, act: Callable[[], Awaitable[None]]) -> Response:
+    """An empty response when the engines have done it. The client sends a signal as soon as ``act`` is called."""
     if is_cross_origin(request.headers):
         raise ApiError(403, "pages from elsewhere can't control the service", code="cross_origin")
     try:
-        await acting
+        await act()
     except InvalidStateError as error:
         raise ApiError(409, str(error), code="invalid_state") from error
     except (TransitionTimeoutError, CoordinatorError) as error:

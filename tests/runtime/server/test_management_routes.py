@@ -45,6 +45,7 @@ def test_control_needs_the_control_token(shared_pod: Any, method: str, path: str
 
 def test_pages_from_elsewhere_can_not_control_the_service(shared_pod: Any) -> None:
     assert controlled(shared_pod, "POST", "/sleep", origin="http://elsewhere.example").status_code == 403
+    assert shared_pod.state()["engineState"] == "RUNNING"
 
 
 def test_the_server_describes_its_options(shared_pod: Any) -> None:
