@@ -71,6 +71,8 @@ class Headers(IntEnum):
     """engine -> coordinator: this version of the weights is loaded, or the old ones are kept because of an error."""
     INCREMENT_STALENESS = 53
     """client -> coordinator -> engine: count one more weight update in the staleness of every unfinished request."""
+    RESET_PREFIX_CACHE = 54
+    """client -> coordinator -> engine: forget the cached prefixes."""
 
     DISCONNECT = 60
     """engine or client -> coordinator: disconnect, with the reason and whether it is a failure."""
@@ -87,6 +89,7 @@ REQUEST_MESSAGES = frozenset(
         Headers.REPLY_ACK,
         Headers.SET_GENERATION_EPOCH,
         Headers.INCREMENT_STALENESS,
+        Headers.RESET_PREFIX_CACHE,
     }
 )
 """Messages that change an engine's requests; the engine applies them in the order of their arrival."""

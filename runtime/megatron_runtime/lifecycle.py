@@ -68,6 +68,7 @@ BROADCASTS = frozenset(
     {
         Headers.SET_GENERATION_EPOCH,
         Headers.INCREMENT_STALENESS,
+        Headers.RESET_PREFIX_CACHE,
         Headers.START_CUDA_PROFILER,
         Headers.STOP_CUDA_PROFILER,
     }

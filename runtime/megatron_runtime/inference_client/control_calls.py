@@ -109,6 +109,15 @@ class ControlCalls(ABC):
         self._require_started()
         return self._calls.broadcast(Headers.INCREMENT_STALENESS)
 
+    def reset_prefix_cache(self) -> Awaitable[None]:
+        """In any state: engines forget their cached prefixes; unfinished requests keep their blocks.
+
+        Raises:
+            CoordinatorError: (from the awaitable) the coordinator can't be reached.
+        """
+        self._require_started()
+        return self._calls.broadcast(Headers.RESET_PREFIX_CACHE)
+
     def start_cuda_profiler(self) -> Awaitable[None]:
         """In any state: every rank begins a trace of its steps with PyTorch's profiler, of CPU and GPU.
 

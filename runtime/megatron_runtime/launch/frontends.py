@@ -82,6 +82,7 @@ class PodFrontends:
             self._socket,
             key=key,
             api_keys=self._options.identity.api_keys,
+            control_token=self._options.identity.control_token,
             hang_timeout=min(self._options.hang_timeout, FRONTEND_HANG),
             on_change=self._note,
         )

@@ -72,6 +72,11 @@ class AdmissionController:
         """Whether a request would be admitted now."""
         return not self._draining and self._has_replica_group() and not self._is_refusing()
 
+    @property
+    def load(self) -> int:
+        """Number of answers in flight or waiting in this frontend."""
+        return self._waiting + self._working
+
     async def admit(self, answers: int) -> None:
         """Returns once a replica group can serve a request with this number of answers.
 
@@ -139,7 +144,7 @@ class AdmissionController:
             raise unavailable("the model is stopped", retry_after=self._retry_after, code="stopped")
 
     def _refuse_if_full(self, answers: int) -> None:
-        others = self._waiting + self._working
+        others = self.load
         # A request for more answers than the limit is admitted only when no other request is in flight.
         if others and others + answers > self._max_in_flight:
             message = f"{others} answers are in flight, and at most {self._max_in_flight} may be; retry later"

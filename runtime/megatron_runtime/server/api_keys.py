@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 KEYS_VARIABLE = "MEGATRON_API_KEYS"
 """The environment variable of frontend processes with the keys that are in no file."""
+TOKEN_DIGEST_VARIABLE = "MEGATRON_CONTROL_TOKEN_SHA256"
+"""The environment variable of frontend processes with the digest of the control token; they never have the token."""
 
 
 class ApiKeys:
@@ -34,7 +36,7 @@ class ApiKeys:
     def __init__(self, path: Path | None, others: Sequence[str] = ()) -> None:
         self._path = path
         self._version: tuple[int, int] | None = None
-        self._others = [_digest(key) for key in others]
+        self._others = [digest(key) for key in others]
         self._digests = self._others
         self._is_readable = True
         try:
@@ -89,7 +91,7 @@ class ApiKeys:
         if version == self._version:
             return
         lines = (line.strip() for line in self._path.read_text().splitlines())
-        self._digests = [_digest(line) for line in lines if line and not line.startswith("#")] + self._others
+        self._digests = [digest(line) for line in lines if line and not line.startswith("#")] + self._others
         self._version = version
 
 
@@ -105,8 +107,9 @@ def _reason(error: OSError | UnicodeDecodeError) -> str:
 def _given(authorization: str | None, key: str | None) -> list[bytes]:
     """The digests of the keys that a request carries."""
     scheme, _, token = (authorization or "").partition(" ")
-    return [_digest(each.strip()) for each in (token if scheme.lower() == "bearer" else "", key or "")]
+    return [digest(each.strip()) for each in (token if scheme.lower() == "bearer" else "", key or "")]
 
 
-def _digest(key: str) -> bytes:
+def digest(key: str) -> bytes:
+    """Of a secret, for comparisons in constant time."""
     return hashlib.sha256(key.encode()).digest()

@@ -8,12 +8,14 @@ from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.middleware.cors import CORSMiddleware
 
+from megatron_runtime.server.anthropic.message_routes import ERROR_RESPONSES, message_routes
 from megatron_runtime.server.body_limit import BodyLimit
 from megatron_runtime.server.errors import install_error_handlers
 from megatron_runtime.server.frontend_context import FrontendContext
+from megatron_runtime.server.management_routes import control_routes, load_routes
 from megatron_runtime.server.openai.generation_routes import generation_routes
 from megatron_runtime.server.openai.model_routes import model_routes, token_routes
 from megatron_runtime.server.page_routes import add_page
@@ -42,7 +44,7 @@ def create_app(frontend: FrontendContext) -> FastAPI:
         # RequestLog creates the spans: it also propagates contexts when no spans are exported, and skips probes.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    install_error_handlers(app)
+    install_error_handlers(app, ERROR_RESPONSES)
     _add_middleware(app, frontend)
     if frontend.options.http.page:
         add_page(app)
@@ -54,11 +56,14 @@ def _routers(frontend: FrontendContext) -> Iterator[APIRouter]:
     # Megatron's own server has the paths without the prefix too.
     for shown in ({"prefix": "/v1"}, {"include_in_schema": False}):
         yield generation_routes(frontend, dependencies=guarded, **shown)
+        yield message_routes(frontend, dependencies=guarded, **shown)
         yield model_routes(frontend, dependencies=guarded, **shown)
         if frontend.options.http.megatron_http:
             yield profile_routes(frontend, dependencies=guarded, **shown)
     yield token_routes(frontend, dependencies=guarded)
     yield status_routes(frontend, dependencies=guarded)
+    yield load_routes(frontend, dependencies=guarded)
+    yield control_routes(frontend)
     yield _probes(frontend)
     yield _probes(frontend, prefix="/v1", include_in_schema=False)
 
@@ -84,6 +89,10 @@ def _probes(frontend: FrontendContext, **common: Any) -> APIRouter:
     @router.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
+
+    @router.api_route("/ping", methods=["GET", "POST"], response_class=Response)
+    async def ping() -> Response:
+        return Response()
 
     @router.get("/ready")
     async def ready() -> JSONResponse:

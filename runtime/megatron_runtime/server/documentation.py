@@ -74,6 +74,19 @@ RESPONSE_ANSWER = {
     ],
     "usage": {"input_tokens": 9, "output_tokens": 5, "total_tokens": 14},
 }
+MESSAGE_REQUEST = {"model": "smollm2", "max_tokens": 20, "messages": [_HELLO]}
+MESSAGE_ANSWER = {
+    "id": "msg_0b5c",
+    "type": "message",
+    "role": "assistant",
+    "model": "smollm2",
+    "content": [{"type": "text", "text": "Hello!", "citations": None}],
+    "stop_reason": "end_turn",
+    "stop_sequence": None,
+    "usage": {"input_tokens": 9, "output_tokens": 5, "cache_read_input_tokens": 0},
+}
+COUNT_TOKENS_REQUEST = {"model": "smollm2", "messages": [_HELLO]}
+COUNT_TOKENS_ANSWER = {"input_tokens": 9}
 MODEL_ANSWER = {
     "id": "smollm2",
     "object": "model",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -15,6 +16,12 @@ LONGEST_SHOWN_VALUE = 80
 
 CONTEXT_EXCEEDED = "This model's maximum context length was exceeded."
 """In the message of an error because of a prompt that is too long: clients of Megatron's server search for it."""
+
+
+def context_length(longest: int) -> str:
+    """The limit in the words of OpenAI's API, by which clients such as LiteLLM recognize the error."""
+    return f"This model's maximum context length is {longest} tokens, for prompt and answer together."
+
 
 _CODES = {404: "not_found", 405: "method_not_allowed", 408: "body_timeout", 413: "body_too_large"}
 
@@ -82,38 +89,49 @@ def check_text(text: str, *, param: str) -> None:
         raise ApiError(400, message, param=param) from error
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Gives every error of ``app`` an OpenAI error body; validation errors are 400 instead of FastAPI's 422."""
-    app.add_exception_handler(ApiError, _api_error)
-    app.add_exception_handler(RequestValidationError, _validation_error)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(PydanticSerializationError, _not_repeatable)
+class ErrorResponse(Protocol):
+    """Makes the response to a request that failed."""
+
+    def __call__(self, request: Request, error: ApiError) -> JSONResponse:
+        """The complete HTTP response."""
+        ...
 
 
-async def _api_error(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, ApiError)
-    return error.response()
+def install_error_handlers(app: FastAPI, formats: Mapping[str, ErrorResponse]) -> None:
+    """Gives every error of ``app`` an OpenAI error body; validation errors are 400 instead of FastAPI's 422.
+
+    Paths that begin with a key of ``formats`` get errors in its format.
+    """
+    for kind, convert in _CONVERTERS.items():
+        app.add_exception_handler(kind, partial(_respond, convert, formats))
 
 
-async def _validation_error(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    return _from_validation(error.errors()).response()
+async def _respond(
+    convert: Callable[[Request, Any], ApiError],
+    formats: Mapping[str, ErrorResponse],
+    request: Request,
+    error: Exception,
+) -> JSONResponse:
+    converted = convert(request, error)
+    path = request.url.path
+    form = next((form for prefix, form in formats.items() if path.startswith(prefix)), None)
+    response = converted.response() if form is None else form(request, converted)
+    if isinstance(error, HTTPException):
+        response.headers.update(error.headers or {})
+    return response
 
 
-async def _not_repeatable(_: Request, error: Exception) -> JSONResponse:
+def _not_repeatable(_: Request, error: PydanticSerializationError) -> ApiError:
     """For fields that a response repeats without validating them before, such as ``metadata``."""
     if "surrogates" in str(error):
-        return ApiError(400, "the body has a lone surrogate, which is not valid text; remove it").response()
-    return ApiError(400, "the body is nested too deeply to be repeated in a response; flatten it").response()
+        return ApiError(400, "the body has a lone surrogate, which is not valid text; remove it")
+    return ApiError(400, "the body is nested too deeply to be repeated in a response; flatten it")
 
 
-async def _http_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, HTTPException)
+def _http_error(request: Request, error: HTTPException) -> ApiError:
     message = f"{request.method} {request.url.path}: {error.detail}"
     kind = "timeout_error" if error.status_code == 408 else "invalid_request_error"
-    response = ApiError(error.status_code, message, kind=kind, code=_CODES.get(error.status_code)).response()
-    response.headers.update(error.headers or {})
-    return response
+    return ApiError(error.status_code, message, kind=kind, code=_CODES.get(error.status_code))
 
 
 def _from_validation(errors: Sequence[Any]) -> ApiError:
@@ -152,3 +170,11 @@ def _is_field(part: str) -> bool:
 def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= LONGEST_SHOWN_VALUE else f"{text[:LONGEST_SHOWN_VALUE]}..."
+
+
+_CONVERTERS: dict[type[Exception], Callable[[Request, Any], ApiError]] = {
+    ApiError: lambda _, error: error,
+    RequestValidationError: lambda _, error: _from_validation(error.errors()),
+    HTTPException: _http_error,
+    PydanticSerializationError: _not_repeatable,
+}

@@ -19,7 +19,7 @@ from megatron_runtime.model.tokenizer import load_tokenizer
 from megatron_runtime.processes.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE, ParentLink
 from megatron_runtime.processes.supervisor import error_report
 from megatron_runtime.server.admission import AdmissionController
-from megatron_runtime.server.api_keys import ApiKeys
+from megatron_runtime.server.api_keys import TOKEN_DIGEST_VARIABLE, ApiKeys
 from megatron_runtime.server.app import create_app
 from megatron_runtime.server.frontend_context import FrontendContext
 from megatron_runtime.server.http_server import HttpServer
@@ -63,7 +63,8 @@ async def _serve(link: ParentLink) -> int:
         retry_after=options.retry_after,
         max_in_flight=options.http.max_in_flight,
     )
-    app = create_app(FrontendContext(options, client, tokenizer, admission, api_keys))
+    token_digest = os.environ.get(TOKEN_DIGEST_VARIABLE)
+    app = create_app(FrontendContext(options, client, tokenizer, admission, api_keys, token_digest))
     server = HttpServer(app, certificate=certificate)
     drain = _Drain(server, admission, hands_over=options.hands_over)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, drain.advance)

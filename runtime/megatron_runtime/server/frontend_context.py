@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +15,7 @@ from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.server.admission import AdmissionController
-from megatron_runtime.server.api_keys import ApiKeys
+from megatron_runtime.server.api_keys import ApiKeys, digest
 from megatron_runtime.server.bodies.guided import output_constraint
 from megatron_runtime.server.bodies.limits import MAX_CHOICES
 from megatron_runtime.server.bodies.protocol import GenerationBody
@@ -40,6 +41,8 @@ class FrontendContext:
     tokenizer: Tokenizer
     admission: AdmissionController
     api_keys: ApiKeys | None = None
+    control_token_digest: str | None = None
+    """Digest of the secret for the routes that control the service, in hexadecimal; None disables them."""
     metrics: FrontendMetrics = field(default_factory=FrontendMetrics)
     large_bodies: LargeBodies = field(default_factory=LargeBodies)
     started: int = field(default_factory=lambda: int(time.time()))
@@ -56,6 +59,16 @@ class FrontendContext:
         """
         if self.api_keys is not None:
             self.api_keys.check(request.headers.get("authorization"), request.headers.get("x-api-key"))
+
+    async def check_control_token(self, request: Request) -> None:
+        """Raises ApiError unless the request has the control token, which the control API accepts too."""
+        if self.control_token_digest is None:
+            message = "this server has no control token; start it with --control-token-file to use this path"
+            raise ApiError(403, message, code="no_control_token")
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(digest(given).hex(), self.control_token_digest):
+            message = "send the control token as Authorization: Bearer <token>"
+            raise ApiError(401, message, code="invalid_control_token")
 
     def cache_salt(self, request: Request, body: GenerationBody) -> str | None:
         """The salt of the request's prefixes: of its field, and of its API key unless keys share their prefixes.
@@ -150,7 +163,7 @@ class FrontendContext:
             self.options.max_sequence_length,
             param=body.limit_param,
             prompt_param=body.prompt_param,
-            is_clamped=self.options.http.megatron_http,
+            is_clamped=self.options.http.megatron_http or body.clamps_token_limit,
         )
         limit = min(limit, self.options.sampling_defaults.get(LONGEST_ANSWER, limit))
         vocab_size = self.tokenizer.vocab_size

@@ -15,7 +15,7 @@ from megatron_runtime.errors import ConfigurationError, CoordinatorError
 from megatron_runtime.notifier import Notifier
 from megatron_runtime.processes.child import ChildTask
 from megatron_runtime.processes.supervisor import HANG_SECONDS, ChildEnd, Supervisor
-from megatron_runtime.server.api_keys import ApiKeys, api_keys_environment
+from megatron_runtime.server.api_keys import TOKEN_DIGEST_VARIABLE, ApiKeys, api_keys_environment, digest
 from megatron_runtime.server.options import FrontendOptions
 from megatron_runtime.wire.security import key_environment
 
@@ -30,6 +30,7 @@ class FrontendGroup:
         sock: A listening socket from ``listening_socket.bind``; the group owns and closes it.
         key: The coordinator's shared secret, if any.
         api_keys: API keys that are valid beside those of the file.
+        control_token: Secret for the routes that control the service; None disables them.
         hang_timeout: Seconds without a heartbeat after which a frontend is considered hung and is replaced.
         on_change: Called when a frontend starts, exits or begins to listen.
 
@@ -44,6 +45,7 @@ class FrontendGroup:
         *,
         key: str | None,
         api_keys: Sequence[str] = (),
+        control_token: str | None = None,
         hang_timeout: float = HANG_SECONDS,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
@@ -53,6 +55,8 @@ class FrontendGroup:
         self.options = options
         self._socket = sock
         self._environment = key_environment(key) | api_keys_environment(api_keys)
+        if control_token is not None:
+            self._environment[TOKEN_DIGEST_VARIABLE] = digest(control_token).hex()
         self._on_change = on_change
         self._attached: set[int] = set()
         self._changed = Notifier()

@@ -30,6 +30,9 @@ CLIENT_CLOSED_REQUEST = 499
 """Status for the log and the metrics when the client has closed the connection; the code is nginx's."""
 
 REQUEST_ID = "x-request-id"
+ANTHROPIC_REQUEST_ID = "request-id"
+ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+"""Paths whose responses have the id under both names."""
 _REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
 _TRACE_PATTERN = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(-[\x21-\x7e]*)?"
@@ -39,6 +42,7 @@ COUNTED_PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
+    *ANTHROPIC_PATHS,
     "/v1/embeddings",
     "/v1/models",
     "/tokenize",
@@ -94,6 +98,8 @@ class _RequestLine:
         headers = Headers(scope=scope)
         given = headers.get(REQUEST_ID, "")
         self.request_id = given if _REQUEST_ID_PATTERN.fullmatch(given) else secrets.token_hex(16)
+        # For errors in the format of Anthropic's API, which have it in their body.
+        scope.setdefault("state", {})["request_id"] = self.request_id
         self._headers = headers
         self._trace = _TRACE_PATTERN.fullmatch(headers.get(tracing.TRACE, ""))
         self._scope = scope
@@ -132,6 +138,8 @@ class _RequestLine:
             self._status = message["status"]
             headers = MutableHeaders(scope=message)
             headers[REQUEST_ID] = self.request_id
+            if self.counted_path in ANTHROPIC_PATHS:
+                headers[ANTHROPIC_REQUEST_ID] = self.request_id
             if self._trace is not None:
                 headers[tracing.TRACE] = self._trace[0]
         elif message["type"] == "http.response.body":

@@ -182,6 +182,16 @@ async def test_every_engine_counts_weight_updates(fleet: Fleet) -> None:
     await until(lambda: [engine.staleness for engine in engines] == [1, 1], "the count")
 
 
+async def test_every_engine_drops_its_cached_prefixes(fleet: Fleet) -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    for group, engine in enumerate(engines):
+        fleet.add_engine(engine, group=group)
+    client = await fleet.connect()
+    await fleet.ready(client, 2)
+    await client.reset_prefix_cache()
+    await until(lambda: [engine.prefix_resets for engine in engines] == [1, 1], "the reset")
+
+
 # The engine
 
 

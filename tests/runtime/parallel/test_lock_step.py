@@ -156,6 +156,23 @@ class RecordedRank(SingleRank):
         return inbox
 
 
+def test_a_follower_drops_cached_prefixes_between_the_same_steps(tiny: Path) -> None:
+    first, other = lock_step_scenarios.build(tiny), lock_step_scenarios.build(tiny)
+    ranks = RecordedRank()
+    engine = LockStepEngine(first, ranks)
+    short = SamplingParams(temperature=0, num_tokens_to_generate=1, ignore_eos=True)
+    engine.add_request(0, list(range(64)), short)
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    assert first.scheduler.allocator.prefixes.num_registered > 0
+    engine.invalidate_prefix_cache()
+    engine.add_request(1, [5, 6, 7], short)
+    engine.step_modern()
+    engine.release_followers()
+    run_follower(other, ranks)
+    assert [rank.scheduler.allocator.prefixes.num_registered for rank in (first, other)] == [0, 0]
+
+
 def test_a_follower_counts_epochs_and_weight_updates_between_the_same_steps(tiny: Path) -> None:
     first, other = lock_step_scenarios.build(tiny), lock_step_scenarios.build(tiny)
     ranks = RecordedRank()

@@ -28,7 +28,7 @@ class Texts:
         return [{"type": "end"}]
 
     def failure(self, error: ApiError) -> Iterable[dict[str, Any]]:
-        return [{"type": "failed", "code": error.code}]
+        return [{"type": error.kind, "code": error.code}]
 
 
 async def deltas_of(*batches: list[str], error: Exception | None = None) -> Batches:

@@ -247,9 +247,7 @@ def test_a_field_of_vllm_without_an_implementation_is_refused_by_name(body: type
     assert "is not supported by this server; leave it out" in message
 
 
-@pytest.mark.parametrize(
-    "name", ["prompt_logprobs", "max_tool_calls", "enable_response_messages", "previous_input_messages"]
-)
+@pytest.mark.parametrize("name", ["prompt_logprobs", "enable_response_messages", "previous_input_messages"])
 def test_a_response_refuses_what_it_cannot_report(name: str) -> None:
     assert refusal(ResponsesBody, **{name: 1})[0] == name
 

@@ -79,6 +79,8 @@ class Inbox:
                 self._queue.append(partial(self._engine.set_generation_epoch, epoch))
             case Headers.INCREMENT_STALENESS:
                 self._queue.append(self._engine.increment_staleness)
+            case Headers.RESET_PREFIX_CACHE:
+                self._queue.append(self._engine.invalidate_prefix_cache)
             case Headers.SUBMIT_REQUEST:
                 assignments = items(message, Assignment.parse)
                 self._queue.extend(map(_Arrival, assignments, message.bodies))

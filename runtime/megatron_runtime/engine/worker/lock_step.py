@@ -55,6 +55,7 @@ class _Change(StrEnum):
     ABORT = "abort"
     EPOCH = "epoch"
     STALENESS = "staleness"
+    PREFIXES = "prefixes"
 
 
 class LockStepEngine:
@@ -114,6 +115,11 @@ class LockStepEngine:
         """As DynamicInferenceEngine does."""
         self._changes.append((_Change.STALENESS, 0))
         self._engine.increment_staleness()
+
+    def invalidate_prefix_cache(self) -> None:
+        """As DynamicInferenceEngine does."""
+        self._changes.append((_Change.PREFIXES, 0))
+        self._engine.invalidate_prefix_cache()
 
     def note_finished(self, request: DynamicInferenceRequest) -> None:
         """As DynamicInferenceEngine does; only this rank has a ledger."""
@@ -276,6 +282,9 @@ def _apply(engine: RankEngine, kind: str, request_id: int, *args: Any) -> None:
         return
     if kind == _Change.STALENESS:
         engine.increment_staleness()
+        return
+    if kind == _Change.PREFIXES:
+        engine.invalidate_prefix_cache()
         return
     if kind == _Change.ABORT:
         engine.abort_request(request_id)

@@ -116,6 +116,11 @@ class GenerationBody(SamplingFields, VllmFields, ABC):
         return "max_tokens"
 
     @property
+    def clamps_token_limit(self) -> bool:
+        """Whether a limit that exceeds the context length is reduced, instead of an error."""
+        return False
+
+    @property
     @abstractmethod
     def top_n_log_probs(self) -> int | None:
         """Number of most likely tokens to report with each log probability; None for no log probabilities."""

@@ -196,10 +196,11 @@ class ResponsesBody(GenerationBody):
     tool_choice: AnyResponseToolChoice = "auto"
     reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
     parallel_tool_calls: bool = True
+    # The limit is for tools that run on OpenAI's servers, which this server does not have.
+    max_tool_calls: int | None = Field(None, ge=1)
 
     n: Annotated[int, Only(1)] = 1
     prompt_logprobs: Annotated[int | None, Only(None)] = None
-    max_tool_calls: Annotated[Any, Only(None)] = None
     enable_response_messages: Annotated[bool, Only(False)] = False
     previous_input_messages: Annotated[Any, Only(None)] = None
     previous_response_id: Annotated[Any, Only(None)] = None

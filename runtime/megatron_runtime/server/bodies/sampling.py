@@ -8,7 +8,7 @@ from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SEEDS, SamplingParams
 from megatron_runtime.server.bodies.protocol import GenerationBody
-from megatron_runtime.server.errors import CONTEXT_EXCEEDED, ApiError, check_text
+from megatron_runtime.server.errors import CONTEXT_EXCEEDED, ApiError, check_text, context_length
 
 MAX_TRUNCATED_CHARACTERS = 2**20
 """Of a prompt with ``truncate_prompt_tokens``, which is tokenized as a whole."""
@@ -69,10 +69,7 @@ def check_characters(text: str, tokenizer: Tokenizer, longest: int | None, *, pa
     """
     check_text(text, param=param)
     if longest is not None and tokenizer.longest_token is not None and len(text) > longest * tokenizer.longest_token:
-        message = (
-            f"{param}: {len(text)} characters can't fit into the {longest} tokens that prompt and answer together may "
-            f"have. {CONTEXT_EXCEEDED}"
-        )
+        message = f"{param}: {len(text)} characters can't fit. {context_length(longest)} {CONTEXT_EXCEEDED}"
         raise ApiError(400, message, param=param, code="context_length_exceeded")
 
 
@@ -123,16 +120,16 @@ def token_limit(
     left = longest - prompt_tokens
     if left < 1:
         message = (
-            f"{prompt_param}: {prompt_tokens} tokens leave no room for an answer; prompt and answer together may have "
-            f"{longest} tokens. {CONTEXT_EXCEEDED}"
+            f"{prompt_param}: {prompt_tokens} tokens leave no room for an answer. {context_length(longest)} "
+            f"{CONTEXT_EXCEEDED}"
         )
         raise ApiError(400, message, param=prompt_param, code="context_length_exceeded")
     if is_clamped and wanted is not None:
         return min(wanted, left)
     if wanted is not None and wanted > left:
         message = (
-            f"{param}: {wanted} tokens after a prompt of {prompt_tokens} make {prompt_tokens + wanted}, but prompt and "
-            f"answer together may have {longest}; request at most {left}"
+            f"{param}: {wanted} tokens after a prompt of {prompt_tokens} make {prompt_tokens + wanted}; request at "
+            f"most {left}. {context_length(longest)}"
         )
         raise ApiError(400, message, param=param, code="context_length_exceeded")
     return left if wanted is None else wanted

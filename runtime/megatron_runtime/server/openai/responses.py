@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -127,18 +128,25 @@ class _Response:
             "id": f"resp_{self._answer.number}",
             "object": "response",
             "created_at": self._answer.created,
+            "completed_at": int(time.time()) if self._status == "completed" else None,
             "status": self._status,
             "background": False,
             "error": None,
+            "frequency_penalty": request.frequency_penalty,
             "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
+            "max_tool_calls": request.max_tool_calls,
             "metadata": request.metadata or {},
             "model": request.model,
             "output": self._output() if is_finished else [],
             "parallel_tool_calls": request.parallel_tool_calls,
+            "presence_penalty": request.presence_penalty,
             "previous_response_id": None,
+            "prompt_cache_key": request.prompt_cache_key,
             "reasoning": {"effort": request.reasoning.effort, "summary": request.reasoning.summary},
+            "safety_identifier": request.safety_identifier,
+            "service_tier": "default",
             "store": False,
             "temperature": request.temperature,
             "text": {

@@ -84,7 +84,7 @@ class EventStream(StreamingResponse):
                 yield self._written(chunks.failure(error))
             except Exception:
                 logger.exception("a stream failed")
-                yield _event(unexpected().body())
+                yield self._written(chunks.failure(unexpected()))
 
     def _written(self, chunks: Iterable[Chunk]) -> bytes:
         return b"".join([self._write(chunk) for chunk in chunks])

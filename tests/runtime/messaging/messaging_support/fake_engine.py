@@ -41,6 +41,7 @@ class FakeEngine:
         refuses: The path of weights that it can't load.
         epochs: Generation epochs that were set.
         staleness: Weight updates that were counted.
+        prefix_resets: How often the cached prefixes were dropped.
         profiles: Starts and stops of the profiler.
         ledger: The uid of each finished request.
         added: Requests added, in order, with the number of tokens made elsewhere.
@@ -57,6 +58,7 @@ class FakeEngine:
     refuses: str | None = None
     epochs: list[int] = field(default_factory=list)
     staleness: int = 0
+    prefix_resets: int = 0
     profiles: list[str] = field(default_factory=list)
     ledger: list[str | None] = field(default_factory=list)
     _running: dict[int, _Running] = field(default_factory=dict)
@@ -128,6 +130,9 @@ class FakeEngine:
 
     def increment_staleness(self) -> None:
         self.staleness += 1
+
+    def invalidate_prefix_cache(self) -> None:
+        self.prefix_resets += 1
 
     def note_finished(self, request: DynamicInferenceRequest) -> None:
         self.ledger.append(request.uid)

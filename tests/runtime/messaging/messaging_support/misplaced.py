@@ -32,6 +32,7 @@ of_clients = st.one_of(
     *(_messages(header, numbers, 5.0, st.booleans()) for header in sorted(SIGNALS.values())),
     _messages(Headers.SET_GENERATION_EPOCH, numbers, 5.0, numbers),
     _messages(Headers.INCREMENT_STALENESS, numbers, 5.0),
+    _messages(Headers.RESET_PREFIX_CACHE, numbers, 5.0),
     _messages(Headers.START_CUDA_PROFILER, numbers, 5.0),
     _messages(Headers.UPDATE_WEIGHTS, numbers, 5.0, SECRET),
     _messages(Headers.SERVICE_STATE, numbers, st.booleans()),

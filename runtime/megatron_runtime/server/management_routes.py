@@ -1,0 +1,137 @@
+"""Routes with vLLM's names to monitor and control the service on the serving port.
+
+Those that change or reveal more than the load need the control token.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from megatron_runtime.errors import CoordinatorError, InvalidStateError, TransitionTimeoutError
+from megatron_runtime.headers import EngineState
+from megatron_runtime.server.cross_origin import is_cross_origin
+from megatron_runtime.server.documentation import answers
+from megatron_runtime.server.errors import ApiError, unavailable
+from megatron_runtime.server.frontend_context import FrontendContext
+from megatron_runtime.wire.service_state import EngineView, ServiceState
+
+FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+SIGNAL_SECONDS = 120.0
+Level = Annotated[int, Query(ge=1, le=2)]
+
+
+def load_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
+    """``/metrics`` and ``/load``; ``common`` are arguments for APIRouter."""
+    router = APIRouter(tags=["management"], **common)
+
+    @router.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        return Response(_metrics(await _service(frontend)), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/load")
+    async def load() -> dict[str, int]:
+        return {"server_load": frontend.admission.load}
+
+    return router
+
+
+def control_routes(frontend: FrontendContext) -> APIRouter:
+    """``/server_info``, ``/sleep``, ``/wake_up``, ``/is_sleeping`` and ``/reset_prefix_cache``."""
+    router = APIRouter(tags=["management"], dependencies=[Depends(frontend.check_control_token)])
+
+    @router.get("/server_info")
+    async def server_info() -> dict[str, Any]:
+        options = asdict(frontend.options)
+        return {"config": {name: value for name, value in options.items() if name not in _PRIVATE}}
+
+    @router.post("/sleep", response_class=Response, responses=answers({}))
+    async def sleep(request: Request, level: Level = 1) -> Response:
+        if level != 1:
+            message = "level: 2 is not supported; the engine's settings decide what a suspension releases; use 1"
+            raise ApiError(400, message, param="level")
+        return await _done(request, partial(frontend.client.suspend_engines, SIGNAL_SECONDS))
+
+    @router.post("/wake_up", response_class=Response)
+    async def wake_up(request: Request) -> Response:
+        return await _done(request, partial(frontend.client.resume_engines, SIGNAL_SECONDS))
+
+    @router.get("/is_sleeping")
+    async def is_sleeping() -> dict[str, bool]:
+        service = await _service(frontend)
+        return {"is_sleeping": service.state == EngineState.SUSPENDED}
+
+    @router.post("/reset_prefix_cache", response_class=Response)
+    async def reset_prefix_cache(request: Request) -> Response:
+        return await _done(request, frontend.client.reset_prefix_cache)
+
+    return router
+
+
+_PRIVATE = ("api_keys_file", "metrics_folder")
+"""Options that name files of the server."""
+
+
+async def _service(frontend: FrontendContext) -> ServiceState:
+    try:
+        return await frontend.client.service_state()
+    except CoordinatorError as error:
+        raise unavailable(str(error), retry_after=frontend.options.retry_after) from error
+
+
+async def _done(request: Request, act: Callable[[], Awaitable[None]]) -> Response:
+    """An empty response when the engines have done it. The client sends a signal as soon as ``act`` is called."""
+    if is_cross_origin(request.headers):
+        raise ApiError(403, "pages from elsewhere can't control the service", code="cross_origin")
+    try:
+        await act()
+    except InvalidStateError as error:
+        raise ApiError(409, str(error), code="invalid_state") from error
+    except (TransitionTimeoutError, CoordinatorError) as error:
+        raise unavailable(str(error), retry_after=5) from error
+    return Response()
+
+
+def _metrics(service: ServiceState) -> bytes:
+    """The metrics of all frontends of this pod, and the load of the engines."""
+    registry = CollectorRegistry()
+    if folder := os.environ.get(FOLDER_VARIABLE):
+        MultiProcessCollector(registry, folder)  # type: ignore[no-untyped-call]
+    registry.register(_Engines(service.engines))
+    return generate_latest(registry)
+
+
+class _Engines(Collector):
+    """The load of the engines, under the names of the pod's metrics."""
+
+    def __init__(self, engines: tuple[EngineView, ...]) -> None:
+        self._engines = engines
+
+    def collect(self) -> Iterator[Metric]:
+        """One value per replica group."""
+        for name, documentation, read in _GAUGES:
+            family = GaugeMetricFamily(name, documentation, labels=["replica_group"])
+            for engine in self._engines:
+                family.add_metric([str(engine.replica_group)], read(engine))
+            yield family
+
+
+_GAUGES: tuple[tuple[str, str, Callable[[EngineView], float]], ...] = (
+    ("megatron_requests_running", "Requests in the running batch", lambda engine: engine.running),
+    ("megatron_requests_waiting", "Requests in the queue", lambda engine: engine.waiting),
+    (
+        "megatron_kv_usage",
+        "Used part of the KV cache, 0 to 1",
+        lambda engine: engine.kv_blocks_used / max(engine.kv_blocks_total, 1),
+    ),
+)

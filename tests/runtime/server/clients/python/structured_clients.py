@@ -1,0 +1,94 @@
+"""Uses instructor, pydantic-ai and LiteLLM with an endpoint: `structured_clients.py URL`; prints results as JSON."""
+
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import instructor
+import litellm
+from openai import OpenAI
+from pydantic import BaseModel, Field
+from pydantic_ai import Agent, NativeOutput, ToolOutput
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+ASKED = [{"role": "user", "content": "What is the weather in Paris? Answer in JSON."}]
+
+
+class GetWeather(BaseModel):
+    """The weather of a city."""
+
+    city: Literal["Paris", "Köln"]
+    days: int = Field(ge=1, le=9)
+
+
+class JsonObject(BaseModel):
+    """Any object: in these modes only the prompt has the schema, which a small model does not follow."""
+
+
+MODES: dict[str, Any] = {
+    "FUNCTIONS": GetWeather,
+    "TOOLS": GetWeather,
+    "TOOLS_STRICT": GetWeather,
+    "PARALLEL_TOOLS": Iterable[GetWeather],
+    "RESPONSES_TOOLS": GetWeather,
+    "JSON_SCHEMA": GetWeather,
+    "JSON": JsonObject,
+    "MD_JSON": JsonObject,
+    "JSON_O1": JsonObject,
+}
+"""Every mode of instructor for OpenAI, with the type to request."""
+
+
+def by_instructor(url: str, mode: str, wanted: Any) -> str:
+    client = instructor.from_openai(OpenAI(base_url=url, api_key="none", max_retries=0), mode=instructor.Mode[mode])
+    limit = {"max_output_tokens" if mode == "RESPONSES_TOOLS" else "max_tokens": 120}
+    # A small model does not choose to call tools, nor does it follow a schema that is only in the prompt.
+    forced = {
+        "PARALLEL_TOOLS": {"tool_choice": "required", "parallel_tool_calls": False},
+        "MD_JSON": {"guided_json": GetWeather.model_json_schema()},
+    }
+    asked = {"model": "chat", "messages": ASKED, "temperature": 0, "max_retries": 0, **limit}
+    asked["extra_body"] = forced.get(mode, {})
+    made = client.chat.completions.create(response_model=wanted, **asked)
+    return type(next(iter(made)) if mode == "PARALLEL_TOOLS" else made).__name__
+
+
+def by_pydantic_ai(url: str, kind: type[Any], output: Any) -> str:
+    model = kind("chat", provider=OpenAIProvider(base_url=url, api_key="none"))
+    agent = Agent(model, output_type=output, retries=0, model_settings={"temperature": 0, "max_tokens": 60})
+    return type(agent.run_sync(ASKED[0]["content"]).output).__name__
+
+
+def by_litellm(url: str) -> str:
+    try:
+        long = [{"role": "user", "content": "word " * 9000}]
+        litellm.completion(model="openai/chat", api_base=url, api_key="none", messages=long, max_retries=0)
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+def attempted(function: Any, *words: Any) -> str:
+    """The result, or the error as text."""
+    try:
+        return str(function(*words))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:600]
+
+
+def main() -> None:
+    url = sys.argv[1]
+    outputs = {"tool": ToolOutput(GetWeather), "native": NativeOutput(GetWeather)}
+    found = {
+        "litellm": by_litellm(url),
+        "instructor": {mode: attempted(by_instructor, url, mode, wanted) for mode, wanted in MODES.items()},
+        "pydantic_ai": {name: attempted(by_pydantic_ai, url, OpenAIChatModel, form) for name, form in outputs.items()},
+        "pydantic_ai_responses": attempted(by_pydantic_ai, url, OpenAIResponsesModel, outputs["tool"]),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
