@@ -48,6 +48,7 @@ check: dev ## check lint, format, types, layers and generated files
 	$(BIN)/lint-imports
 	@$(BIN)/python -m megatron_operator.api.crd --check
 	@$(BIN)/python tools/metrics_reference.py --check
+	@$(BIN)/python tools/command_line_reference.py --check
 
 BENCHMARKS ?= $(filter-out benchmarks/reliability.py,$(wildcard benchmarks/*.py))
 
@@ -63,8 +64,8 @@ venv: $(VENV)/.for-demo ## create the virtual environment for users
 dev: $(VENV)/.for-tests ## create the virtual environment for development and tests
 	@:
 
-model: $(VENV)/.made ## download SmolLM2-135M-Instruct into the cache folder
-	@$(BIN)/python tools/fetch_model.py
+model: venv ## download SmolLM2-135M-Instruct into the cache folder
+	@$(BIN)/megatron-serve model fetch
 
 # KUBERNETES=1.36 runs the tests on that release, built from its Go modules.
 ifdef KUBERNETES
@@ -90,6 +91,7 @@ e2e: dev model control-plane ## test the images with pods on a real node, or on 
 crd: dev ## regenerate the CRD and the reference pages
 	@$(BIN)/python -m megatron_operator.api.crd
 	@$(BIN)/python tools/metrics_reference.py
+	@$(BIN)/python tools/command_line_reference.py
 
 clean: ## remove the virtual environment, builds and tool caches; the cache folder stays
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
