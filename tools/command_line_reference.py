@@ -1,7 +1,7 @@
 """Generates ``docs/command-line.md`` from the command lines of ``megatron-serve`` and ``megatron-operator``.
 
-``python tools/command_line_reference.py`` writes it, from the repository's root; ``--check`` only checks that it is up to
-date. Commands, flags, defaults and descriptions come from the code; the introductions are defined here.
+``python tools/command_line_reference.py`` writes it, from the repository's root; ``--check`` only checks that it is up
+to date. Commands, flags, defaults and descriptions come from the code; the introductions are defined here.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ HEADER = """<!-- Generated from the code and tools/command_line_reference.py by 
 
 # Command line
 
-`make venv` puts the programs into `.venv/bin`; `. .venv/bin/activate` adds that folder to `PATH`. `pip install '.[operator]'`
-in a checkout installs `megatron-operator` and `kubectl-megatron` alone, without PyTorch, and `pip install '.[runtime]'`
-installs `megatron-serve`.
+`make venv` puts the programs into `.venv/bin`; `. .venv/bin/activate` adds that folder to `PATH`.
+`pip install '.[operator]'` in a checkout installs `megatron-operator` and `kubectl-megatron` alone, without PyTorch, and
+`pip install '.[runtime]'` installs `megatron-serve`.
 
 | program | what it does |
 |---|---|
@@ -40,8 +40,8 @@ installs `megatron-serve`.
 | `megatron-operator` | runs the operator, or a resource without a cluster; has all user commands |
 | `kubectl-megatron` | the user commands alone; kubectl runs it as `kubectl megatron` |
 
-Errors are one line that names the flag or field, the value and the remedy. The exit code is 0, 1 if the command failed, or 2
-for an invalid command line.
+Errors are one line that names the flag or field, the value and the remedy. The exit code is 0, 1 if the command failed,
+or 2 for an invalid command line.
 """
 SERVE_INTRODUCTION = """
 The model is a file or folder with `--model`, or a repository of the Hugging Face hub with `--hf-repo`. The checkpoint's
@@ -55,8 +55,8 @@ $ megatron-serve --model PATH --check                              # options, ch
 ```
 """
 USER_INTRODUCTION = """
-The user commands use the cluster and namespace of the kubeconfig, or `--kubeconfig`, `--context` and `--namespace` (`-n`).
-They access only the API server.
+The user commands use the cluster and namespace of the kubeconfig, or `--kubeconfig`, `--context` and `--namespace`
+(`-n`). They access only the API server.
 
 ```console
 $ kubectl megatron describe smollm2
@@ -66,13 +66,13 @@ $ kubectl megatron logs smollm2 --follow --rank 0
 $ kubectl megatron doctor
 ```
 
-The lifecycle commands change only `spec.lifecycle`. With `--wait` they return when the state is reached, and fail with the
-reason when the resource fails, another client changes the lifecycle, or `--timeout` expires. A command that is not possible in
-the current state, such as `unpause` of a stopped resource, is rejected with the one that is.
+The lifecycle commands change only `spec.lifecycle`. With `--wait` they return when the state is reached, and fail with
+the reason when the resource fails, another client changes the lifecycle, or `--timeout` expires. A command that is not
+possible in the current state, such as `unpause` of a stopped resource, is rejected with the one that is.
 
-`chat` uses the API server's proxy to the Service, which requires the right to `create` `services/proxy`. This proxy uses the
-header `Authorization` itself, so the endpoint also accepts API keys as `X-Api-Key`. `doctor` exits with 1 if a prerequisite is
-missing.
+`chat` uses the API server's proxy to the Service, which requires the right to `create` `services/proxy`. This proxy uses
+the header `Authorization` itself, so the endpoint also accepts API keys as `X-Api-Key`. `doctor` exits with 1 if a
+prerequisite is missing.
 """
 OPERATOR_INTRODUCTION = """
 ```console
