@@ -31,8 +31,8 @@ HEADER = """<!-- Generated from the code and tools/command_line_reference.py by 
 # Command line
 
 `make venv` puts the programs into `.venv/bin`; `. .venv/bin/activate` adds that folder to `PATH`.
-`pip install '.[operator]'` in a checkout installs `megatron-operator` and `kubectl-megatron` alone, without PyTorch, and
-`pip install '.[runtime]'` installs `megatron-serve`.
+`pip install '.[operator]'` in a checkout installs `megatron-operator` and `kubectl-megatron` alone, without PyTorch,
+and `pip install '.[runtime]'` installs `megatron-serve`.
 
 | program | what it does |
 |---|---|
@@ -70,8 +70,8 @@ The lifecycle commands change only `spec.lifecycle`. With `--wait` they return w
 the reason when the resource fails, another client changes the lifecycle, or `--timeout` expires. A command that is not
 possible in the current state, such as `unpause` of a stopped resource, is rejected with the one that is.
 
-`chat` uses the API server's proxy to the Service, which requires the right to `create` `services/proxy`. This proxy uses
-the header `Authorization` itself, so the endpoint also accepts API keys as `X-Api-Key`. `doctor` exits with 1 if a
+`chat` uses the API server's proxy to the Service, which requires the right to `create` `services/proxy`. This proxy
+uses the header `Authorization` itself, so the endpoint also accepts API keys as `X-Api-Key`. `doctor` exits with 1 if a
 prerequisite is missing.
 """
 OPERATOR_INTRODUCTION = """
