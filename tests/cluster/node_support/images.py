@@ -154,7 +154,9 @@ class _Build:
             requirements = [sys.executable, str(ROOT / "tools/requirements.py"), *extras]
             run_guarded(["sh", "-c", '"$@" > "$0"', required, *requirements], self.log)
             pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet"]
-            pins = ["--constraint", ROOT / "constraints.txt", "--requirement", required]
+            # pip prefers this wheel to the build with CUDA, because its local version is later.
+            run_guarded([sys.executable, str(ROOT / "tools/torch_for_cpu.py"), "--download", partial], self.log)
+            pins = ["--find-links", partial, "--constraint", ROOT / "constraints.txt", "--requirement", required]
             run_guarded([*pip, *pins, "--dest", partial, "hatchling>=1.25"], self.log)
             partial.rename(folder)
         return folder
