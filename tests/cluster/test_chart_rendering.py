@@ -10,13 +10,13 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from chart_support.helm import CHART, NAMESPACE, ROOT, Helm, Object, of_kind, only
+from chart_support.helm import CHART, NAMESPACE, REGISTRY, ROOT, Helm, Object, of_kind, only
 from chart_support.values import MONITORED, VARIANTS
 from cluster_support import binaries
 from cluster_support.errors import CommandFailedError
 from suite_support import kubernetes_schemas
 
-from megatron_operator.settings import NetworkPolicies
+from megatron_operator.settings import IMAGE_VARIABLE, NetworkPolicies
 
 LABELS_OF_RELEASES = ("app.kubernetes.io/instance", "app.kubernetes.io/managed-by", "app.kubernetes.io/version")
 
@@ -59,6 +59,32 @@ def test_helm_lint_finds_no_problems(helm: Helm) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_objects_are_valid_for_all_values(helm: Helm, variant: str) -> None:
     check(helm.template(*VARIANTS[variant]))
+
+
+def images(objects: list[Object]) -> tuple[str, str]:
+    """The image of the operator, and the default image of models."""
+    (container,) = only(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+    variables = {each["name"]: each.get("value") for each in container["env"]}
+    return container["image"], variables[IMAGE_VARIABLE]
+
+
+def test_a_release_without_a_path_of_the_images_is_refused_with_the_remedy(helm: Helm) -> None:
+    with pytest.raises(CommandFailedError, match=r"registry: is empty; set it to the path .* localhost/megatron-infer"):
+        helm("template", "megatron", CHART)
+    with pytest.raises(CommandFailedError, match="'/registry'"):
+        helm("template", "megatron", CHART, "--set=registry=https://registry.example.com")
+
+
+def test_one_path_names_all_images(helm: Helm) -> None:
+    registry = "registry.example.com:5000/team"
+    expected = (f"{registry}/operator:0.1.0", f"{registry}/runtime:0.1.0-{{device}}")
+    assert images(helm.template(f"--set=registry={registry}/")) == expected
+
+
+def test_images_can_be_named_one_by_one(helm: Helm) -> None:
+    given = {"registry": "", "image.repository": "a.example.com/operator", "runtime.image": "b.example.com/runtime:2"}
+    rendered = images(helm.template(*(f"--set={name}={value}" for name, value in given.items())))
+    assert rendered == ("a.example.com/operator:0.1.0", "b.example.com/runtime:2")
 
 
 def paths(values: Object, above: str = "") -> Iterator[str]:
@@ -218,7 +244,8 @@ def test_a_release_with_a_long_name_has_valid_object_names(helm: Helm) -> None:
 
 
 def test_the_notes_have_the_next_steps(helm: Helm) -> None:
-    notes = helm("install", "megatron", CHART, "--namespace", NAMESPACE, "--dry-run=client", "--set=namespaces={alpha}")
+    flags = ("--namespace", NAMESPACE, "--dry-run=client", REGISTRY, "--set=namespaces={alpha}")
+    notes = helm("install", "megatron", CHART, *flags)
     assert "helm test megatron --namespace megatron-system" in notes
     assert "serves MegatronInference resources in the namespaces alpha." in notes
     assert '"podSelector":{"matchLabels":{"app.kubernetes.io/name":"prometheus"}}' in notes

@@ -43,11 +43,11 @@ class Image:
         return f"{self.name.rpartition('/')[2].replace(':', '-')}.tar"
 
 
-OPERATOR = Image("docker.io/megatron-inference/operator:0.1.0", "operator/Dockerfile", ("operator",))
+OPERATOR = Image("localhost/megatron-inference/operator:0.1.0", "operator/Dockerfile", ("operator",))
 RUNTIME = Image(
-    "docker.io/megatron-inference/runtime:0.1.0", "runtime/Dockerfile", ("runtime", "tracing"), is_loaded=False
+    "localhost/megatron-inference/runtime:0.1.0-cpu", "runtime/Dockerfile", ("runtime", "tracing"), is_loaded=False
 )
-SMOLLM2 = Image("docker.io/megatron-inference/runtime-smollm2:0.1.0", "manifests/samples/smollm2.Dockerfile")
+SMOLLM2 = Image("localhost/megatron-inference/runtime-smollm2:0.1.0", "manifests/samples/smollm2.Dockerfile")
 PAUSE = Image("localhost/pause:1", "tests/cluster/node_support/pause.Dockerfile")
 ALL = (OPERATOR, RUNTIME, SMOLLM2, PAUSE)
 
