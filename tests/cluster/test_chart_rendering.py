@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -14,7 +16,9 @@ from chart_support.helm import CHART, NAMESPACE, REGISTRY, ROOT, Helm, Object, o
 from chart_support.values import MONITORED, VARIANTS
 from cluster_support import binaries
 from cluster_support.errors import CommandFailedError
+from release_archives import package_chart
 from suite_support import kubernetes_schemas
+from suite_support.doc_blocks import doc_blocks
 
 from megatron_operator.settings import IMAGE_VARIABLE, NetworkPolicies
 
@@ -52,8 +56,27 @@ def as_in_manifests(value: Any) -> Any:
     return value
 
 
+def installations() -> list[list[str]]:
+    """The commands in the docs that install the chart."""
+    found = [words for block in doc_blocks("console", "bash") for words in block.commands]
+    return [words for words in found if words[:2] == ["helm", "install"]]
+
+
 def test_helm_lint_finds_no_problems(helm: Helm) -> None:
     assert "0 chart(s) failed" in helm("lint", "--strict", CHART)
+
+
+def test_helm_reads_the_package_of_a_release(helm: Helm, tmp_path: Path) -> None:
+    package = package_chart(CHART, tmp_path, "0.1.0", 1_700_000_000)
+    assert helm.template(chart=package) == helm.template()
+
+
+@pytest.mark.parametrize(
+    "command", [each for each in installations() if not each[3].startswith("oci://")], ids=shlex.join
+)
+def test_an_installation_in_the_docs_renders(helm: Helm, command: list[str]) -> None:
+    flags = [word for word in command[4:] if word not in ("--wait", "--create-namespace")]
+    check([each for each in yaml.safe_load_all(helm("template", command[2], ROOT / command[3], *flags)) if each])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
