@@ -75,7 +75,7 @@ def fetch(
         path = (
             sample_model.fetch(sample_model.models_folder())
             if repo is None
-            else resolve_source(hf_repo=repo, revision=revision, token=os.environ.get("HF_TOKEN"))
+            else resolve_source(hf_repo=repo, revision=revision)
         )
     except (ConfigurationError, CheckpointError, OSError) as error:
         print(f"megatron-serve model fetch: {error}", file=sys.stderr)

@@ -88,6 +88,12 @@ def test_a_failed_download_ends_with_the_cause(tmp_path: Path, monkeypatch: pyte
         sample_model.fetch(tmp_path)
 
 
+def test_a_repository_without_a_valid_name_is_refused() -> None:
+    done = CliRunner().invoke(app, ["model", "fetch", "three/part/name"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "three/part/name: is no valid name, expected the form owner/name" in done.stderr
+
+
 def test_a_revision_requires_a_repository() -> None:
     done = CliRunner().invoke(app, ["model", "fetch", "--revision", "main"])
     assert done.exit_code == 2
