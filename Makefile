@@ -107,7 +107,7 @@ $(VENV)/.made: tools/make_venv.sh
 	@touch $@
 
 $(VENV)/.for-demo: $(VENV)/.made pyproject.toml constraints.txt
-	@echo "make: installing the pinned packages into $(VENV), once: 0.3 GB to download, 1.3 GB on disk, 2 to 5 minutes"
+	@echo "make: installing the pinned packages into $(VENV), once: 0.3 GB to download, 1.5 GB on disk, 2 to 5 minutes"
 	@$(BIN)/python tools/torch_for_cpu.py
 	@$(PIP) --editable '.[operator,runtime]' openai
 	@touch $@
