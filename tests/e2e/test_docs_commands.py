@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,14 @@ def check_helm(words: Words) -> None:
         assert any(word.startswith("registry=") for word in words), "the chart requires a registry"
 
 
+@cache
+def flags_of(program: str) -> set[str]:
+    """The flags of a program in Python, from its help."""
+    command = [sys.executable, ROOT / program, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return set(re.findall(r"--[\w-]+", done.stdout))
+
+
 def check_python(words: Words) -> None:
     module, arguments = (words[2], words[3:]) if words[1] == "-m" else (None, words[1:])
     if module == "pytest":
@@ -122,11 +131,7 @@ def check_python(words: Words) -> None:
     elif module is not None:
         assert importlib.util.find_spec(module), module
     else:
-        done = subprocess.run(
-            [sys.executable, ROOT / arguments[0], "--help"], capture_output=True, text=True, check=True
-        )
-        known = set(re.findall(r"--[\w-]+", done.stdout))
-        assert {word for word in arguments if word.startswith("--")} - known == set()
+        assert {word for word in arguments if word.startswith("--")} - flags_of(arguments[0]) == set()
 
 
 def check_kind(words: Words) -> None:
