@@ -6,14 +6,13 @@ date. Names, types, labels and meanings come from the code; the queries and vLLM
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+from generated_page import write_or_check
 from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
@@ -269,15 +268,5 @@ def _labels(metric: Metric) -> Iterator[str]:
         yield f"`{label}`" + (f": {', '.join(listed)}" if named else "")
 
 
-def main() -> None:
-    """Writes the page, from the repository's root; ``--check`` only checks that it is up to date."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail when the page is out of date")
-    if not parser.parse_args().check:
-        PAGE.write_text(reference_text())
-    elif not PAGE.exists() or PAGE.read_text() != reference_text():
-        sys.exit(f"{PAGE}: out of date; run: make crd")
-
-
 if __name__ == "__main__":
-    main()
+    write_or_check(PAGE, reference_text, __doc__)

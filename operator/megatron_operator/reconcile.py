@@ -148,7 +148,8 @@ async def reconcile(
     except AdapterError as error:
         # Without an observation the status stays as it is.
         return ReconcileResult(old_status(obj), patch={}, requeue_after=AFTER_TROUBLE, problems=(str(error),))
-    image = runtime_image(resource, observed, settings.image, may_upgrade=may_upgrade)
+    default = settings.default_image(resource.spec.pods.device.value)
+    image = runtime_image(resource, observed, default, may_upgrade=may_upgrade)
     settings = replace(settings, image=image.image)
     planned = plan(resource, observed, settings)
     await asyncio.sleep(0)  # Plan and status of a large resource take tens of milliseconds each.

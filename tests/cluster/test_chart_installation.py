@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from chart_support.helm import CHART, NAMESPACE, Object
+from chart_support.helm import CHART, NAMESPACE, REGISTRY, Object
 from chart_support.release import NAME, Release, older_chart
 from cluster_support.cluster import Cluster, wait_until
 from cluster_support.errors import CommandFailedError
@@ -58,7 +58,8 @@ def test_an_upgrade_from_the_version_before_brings_new_fields_and_keeps_the_reso
     found = resource(bare_control_plane, namespace)
     assert (found["metadata"]["uid"], found["spec"]["routing"]["alpha"]) == (uid, 0.75)
     image = release.deployment()["spec"]["template"]["spec"]["containers"][0]["image"]
-    assert (old_image, image) == ("megatron-inference/operator:0.0.9", "megatron-inference/operator:0.1.0")
+    repository = "localhost/megatron-inference/operator"
+    assert (old_image, image) == (f"{repository}:0.0.9", f"{repository}:0.1.0")
     with release.operator():
         until_served(bare_control_plane, namespace)
 
@@ -80,7 +81,7 @@ def test_resources_and_their_definition_survive_the_release_and_are_adopted_by_i
 def test_a_definition_that_was_applied_manually_is_adopted_on_request(
     release: Release, bare_control_plane: Cluster
 ) -> None:
-    by_hand = release.helm("template", "other", CHART, "--show-only=templates/crd.yaml")
+    by_hand = release.helm("template", "other", CHART, REGISTRY, "--show-only=templates/crd.yaml")
     bare_control_plane.kubectl("apply", "-f", "-", input=by_hand)
     with pytest.raises(CommandFailedError, match=f"{DEFINITION}.* exists and cannot be imported"):
         release.install()
@@ -119,7 +120,7 @@ def test_a_release_for_some_namespaces_serves_only_these(
 
 def test_the_rules_of_the_definition_are_omitted_only_on_request(release: Release) -> None:
     def rules(*flags: str) -> int:
-        text = release.helm("template", "any", CHART, "--show-only=templates/crd.yaml", *flags)
+        text = release.helm("template", "any", CHART, REGISTRY, "--show-only=templates/crd.yaml", *flags)
         return text.count("x-kubernetes-validations")
 
     assert rules("--set=crds.rules=false") == rules("--set=crds.rules=false", "--kube-version=1.36") == 0

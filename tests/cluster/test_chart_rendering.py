@@ -3,20 +3,24 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
-from chart_support.helm import CHART, NAMESPACE, ROOT, Helm, Object, of_kind, only
+from chart_support.helm import CHART, NAMESPACE, REGISTRY, ROOT, Helm, Object, of_kind, only
 from chart_support.values import MONITORED, VARIANTS
 from cluster_support import binaries
 from cluster_support.errors import CommandFailedError
+from release_archives import package_chart
 from suite_support import kubernetes_schemas
+from suite_support.doc_blocks import doc_blocks
 
-from megatron_operator.settings import NetworkPolicies
+from megatron_operator.settings import IMAGE_VARIABLE, NetworkPolicies
 
 LABELS_OF_RELEASES = ("app.kubernetes.io/instance", "app.kubernetes.io/managed-by", "app.kubernetes.io/version")
 
@@ -52,13 +56,58 @@ def as_in_manifests(value: Any) -> Any:
     return value
 
 
+def installations() -> list[list[str]]:
+    """The commands in the docs that install the chart."""
+    found = [words for block in doc_blocks("console", "bash") for words in block.commands]
+    return [words for words in found if words[:2] == ["helm", "install"]]
+
+
 def test_helm_lint_finds_no_problems(helm: Helm) -> None:
     assert "0 chart(s) failed" in helm("lint", "--strict", CHART)
+
+
+def test_helm_reads_the_package_of_a_release(helm: Helm, tmp_path: Path) -> None:
+    package = package_chart(CHART, tmp_path, "0.1.0", 1_700_000_000)
+    assert helm.template(chart=package) == helm.template()
+
+
+@pytest.mark.parametrize(
+    "command", [each for each in installations() if not each[3].startswith("oci://")], ids=shlex.join
+)
+def test_an_installation_in_the_docs_renders(helm: Helm, command: list[str]) -> None:
+    flags = [word for word in command[4:] if word not in ("--wait", "--create-namespace")]
+    check([each for each in yaml.safe_load_all(helm("template", command[2], ROOT / command[3], *flags)) if each])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_objects_are_valid_for_all_values(helm: Helm, variant: str) -> None:
     check(helm.template(*VARIANTS[variant]))
+
+
+def images(objects: list[Object]) -> tuple[str, str]:
+    """The image of the operator, and the default image of models."""
+    (container,) = only(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
+    variables = {each["name"]: each.get("value") for each in container["env"]}
+    return container["image"], variables[IMAGE_VARIABLE]
+
+
+def test_a_release_without_a_path_of_the_images_is_refused_with_the_remedy(helm: Helm) -> None:
+    with pytest.raises(CommandFailedError, match=r"registry: is empty; set it to the path .* localhost/megatron-infer"):
+        helm("template", "megatron", CHART)
+    with pytest.raises(CommandFailedError, match="'/registry'"):
+        helm("template", "megatron", CHART, "--set=registry=https://registry.example.com")
+
+
+def test_one_path_names_all_images(helm: Helm) -> None:
+    registry = "registry.example.com:5000/team"
+    expected = (f"{registry}/operator:0.1.0", f"{registry}/runtime:0.1.0-{{device}}")
+    assert images(helm.template(f"--set=registry={registry}/")) == expected
+
+
+def test_images_can_be_named_one_by_one(helm: Helm) -> None:
+    given = {"registry": "", "image.repository": "a.example.com/operator", "runtime.image": "b.example.com/runtime:2"}
+    rendered = images(helm.template(*(f"--set={name}={value}" for name, value in given.items())))
+    assert rendered == ("a.example.com/operator:0.1.0", "b.example.com/runtime:2")
 
 
 def paths(values: Object, above: str = "") -> Iterator[str]:
@@ -218,7 +267,8 @@ def test_a_release_with_a_long_name_has_valid_object_names(helm: Helm) -> None:
 
 
 def test_the_notes_have_the_next_steps(helm: Helm) -> None:
-    notes = helm("install", "megatron", CHART, "--namespace", NAMESPACE, "--dry-run=client", "--set=namespaces={alpha}")
+    flags = ("--namespace", NAMESPACE, "--dry-run=client", REGISTRY, "--set=namespaces={alpha}")
+    notes = helm("install", "megatron", CHART, *flags)
     assert "helm test megatron --namespace megatron-system" in notes
     assert "serves MegatronInference resources in the namespaces alpha." in notes
     assert '"podSelector":{"matchLabels":{"app.kubernetes.io/name":"prometheus"}}' in notes

@@ -78,7 +78,7 @@ async def test_a_complete_cluster_is_reported_as_such(deployed: Cluster, command
     assert (done.code, done.out.splitlines()[-1]) == (0, "no prerequisite is missing")
     account = f"system:serviceaccount:{SYSTEM}:megatron-operator"
     assert f"{account} has all rights that the operator needs" in done.out
-    assert f"{SYSTEM}/megatron-operator runs as megatron-inference/operator" in done.out
+    assert f"{SYSTEM}/megatron-operator runs as localhost/megatron-inference/operator" in done.out
     assert deployed.version in lines_of(done.out, "API server")[0]
     assert lines_of(done.out, "rules")[0].startswith("ok" if deployed.knows_cel else "warn")
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sysconfig
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from suite_support.doc_blocks import PAGES, ROOT, doc_blocks, output_after
 from suite_support.kubernetes_schemas import check
 
 from megatron_operator import conditions, replica_groups, restarts, status
@@ -15,12 +19,10 @@ from megatron_operator.api.crd import crd
 from megatron_operator.api.v1alpha1 import API_VERSION, KIND
 from megatron_operator.kubernetes import pod_status
 from megatron_operator.reconcile import validated
-from megatron_operator.settings import Settings
+from megatron_operator.settings import IMAGE_VARIABLE, Settings
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 OPERATOR = ROOT / "operator" / "megatron_operator"
-PAGES = sorted(DOCS.glob("*.md"))
 
 
 def reasons_told() -> set[str]:
@@ -57,10 +59,61 @@ def test_every_reason_of_a_condition_is_in_the_docs() -> None:
     assert sorted(given - reasons_told() - {"AsExpected", "NoEngine"}) == []
 
 
+OTHER_KINDS = {
+    "ScaledObject": "compared with the resource below; its schema is KEDA's",
+    "Application": "compared with the permissions in test_gitops.py; its schema is Argo CD's",
+    "Kustomization": "kubectl builds it below; that of Flux is compared in test_gitops.py",
+}
+"""Kinds whose schema is not here, with what is checked instead."""
+UNCHECKED_LANGUAGES = {"mermaid": "a diagram", "": "the map of the source tree, which tests/test_layout.py compares"}
+CHECKED_LANGUAGES = {
+    "yaml": "below",
+    "console": "tests/e2e/test_docs_commands.py",
+    "bash": "tests/e2e/test_docs_commands.py, and as scripts tests/runtime/server/clients/test_docs_examples.py",
+    "javascript": "tests/runtime/server/clients/test_docs_examples.py",
+    "python": "by page, see below",
+    "text": "the output of the block before it, by the same test",
+}
+PAGES_WITH_PYTHON = {
+    "README.md": "tests/runtime/examples/test_docs_library.py",
+    "docs/reinforcement-learning.md": "tests/runtime/examples/test_docs_library.py",
+    "docs/http-api.md": "tests/runtime/server/clients/test_docs_examples.py",
+}
+
+
 def manifests_told() -> list[dict[str, Any]]:
-    """The objects in the pages, as YAML."""
-    blocks = [block for page in PAGES for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.S)]
-    return [obj for block in blocks for obj in yaml.safe_load_all(block)]
+    """The objects in the README and the pages, as YAML."""
+    return [obj for block in doc_blocks("yaml") for obj in yaml.safe_load_all(block.text)]
+
+
+def test_every_code_block_has_a_test() -> None:
+    blocks = doc_blocks()
+    assert {block.language for block in blocks} == CHECKED_LANGUAGES.keys() | UNCHECKED_LANGUAGES.keys()
+    assert {block.page for block in blocks if block.language == "python"} == PAGES_WITH_PYTHON.keys()
+    followed = [output_after(block) for block in doc_blocks("python", "javascript")]
+    assert [block.text for block in doc_blocks("text")] == [text for text in followed if text is not None]
+    told = {obj["kind"] for obj in manifests_told() if not is_built_in(obj)}
+    assert told == {KIND, *OTHER_KINDS}
+
+
+def test_the_overlay_has_the_images_of_the_registry(tmp_path: Path) -> None:
+    (overlay,) = (obj for obj in manifests_told() if obj["apiVersion"].startswith("kustomize.config"))
+    shutil.copytree(ROOT / "manifests", tmp_path / "manifests")
+    (tmp_path / "overlay").mkdir()
+    (tmp_path / "overlay/kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    kubectl = Path(sysconfig.get_path("scripts")) / "kubectl"
+    done = subprocess.run([kubectl, "kustomize", tmp_path / "overlay"], capture_output=True, text=True, check=True)
+    (deployment,) = (obj for obj in yaml.safe_load_all(done.stdout) if obj["kind"] == "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    images = [container["image"], *(each["value"] for each in container["env"] if each["name"] == IMAGE_VARIABLE)]
+    assert all(image.startswith("registry.example.com/megatron/") for image in images)
+    assert [image.rpartition(":")[2] for image in images] == ["0.1.0", "0.1.0-{device}"]
+
+
+def is_built_in(obj: dict[str, Any]) -> bool:
+    """Whether the kind is one of Kubernetes, whose groups in the docs have no dot."""
+    group = obj["apiVersion"].rpartition("/")[0]
+    return "." not in group
 
 
 def test_the_resources_in_the_docs_are_valid() -> None:
@@ -71,7 +124,7 @@ def test_the_resources_in_the_docs_are_valid() -> None:
 
 
 def test_the_other_objects_in_the_docs_match_kubernetes_schemas() -> None:
-    told = [obj for obj in manifests_told() if "." not in obj["apiVersion"].partition("/")[0]]
+    told = [obj for obj in manifests_told() if is_built_in(obj)]
     assert {obj["kind"] for obj in told} >= {"HorizontalPodAutoscaler", "PersistentVolumeClaim"}
     for obj in told:
         check(obj)
@@ -94,7 +147,15 @@ def test_autoscalers_in_the_docs_refer_to_existing_fields_and_limits() -> None:
         assert replicas["minimum"] <= least < most <= replicas["maximum"]
 
 
+def heading_anchors(page: Path) -> set[str]:
+    """The anchors of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_between_pages_have_targets(page: Path) -> None:
-    links = re.findall(r"\]\((?!http)([^)#]+)", page.read_text())
-    assert [link for link in links if not (page.parent / link).exists()] == []
+    links = re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", page.read_text())
+    assert [link for link, _ in links if not (page.parent / link).exists()] == []
+    targets = [((page.parent / link) if link else page, anchor) for link, anchor in links if anchor]
+    assert [anchor for target, anchor in targets if anchor not in heading_anchors(target)] == []

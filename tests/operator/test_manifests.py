@@ -12,6 +12,7 @@ import yaml
 
 from megatron_operator.api.parse import parse_resource
 from megatron_operator.kubernetes.api_server import PATHS, group_version_plural
+from megatron_operator.settings import DEFAULT_IMAGE, IMAGE_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "megatron-inference"
@@ -78,7 +79,12 @@ def test_the_chart_has_the_version_of_the_package() -> None:
     from importlib.metadata import version
 
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
     ours = version("megatron-inference")
     assert (chart["version"], chart["appVersion"]) == (ours, ours)
-    assert values["runtime"]["image"].endswith(f":{ours}")
+
+
+def test_the_manifests_have_the_default_image_of_the_operator() -> None:
+    (deployment,) = of_kind("Deployment", "operator.yaml")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    variables = {each["name"]: each.get("value") for each in container["env"]}
+    assert variables[IMAGE_VARIABLE] == DEFAULT_IMAGE

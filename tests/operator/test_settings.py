@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_operator.api.parse import parse_resource
+from megatron_operator.api.v1alpha1 import API_VERSION, KIND, Device
+from megatron_operator.render import image_of
 from megatron_operator.settings import DEFAULT_IMAGE, NetworkPolicies, Settings
 
 WISHED = {"MEGATRON_NETWORK_POLICIES": "true", "MEGATRON_OPERATOR_NAMESPACE": "system"}
@@ -18,6 +21,15 @@ def test_policies_allow_the_namespace_of_the_operator_and_the_scraper() -> None:
     told = {**WISHED, "MEGATRON_METRICS_FROM": '[{"podSelector": {}}]'}
     assert Settings.from_environment(WISHED).network_policies == NetworkPolicies("system")
     assert Settings.from_environment(told).network_policies == NetworkPolicies("system", ({"podSelector": {}},))
+
+
+@pytest.mark.parametrize("device", Device)
+def test_the_default_image_is_the_build_for_the_device_of_the_resource(device: Device) -> None:
+    spec = {"model": {"source": {"path": "/model"}}, "pods": {"device": device.value}}
+    resource = parse_resource({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "chat"}, "spec": spec})
+    assert image_of(resource, Settings("registry/runtime:1-{device}")) == f"registry/runtime:1-{device.value}"
+    assert image_of(resource, Settings("registry/runtime:1")) == "registry/runtime:1"
+    assert DEFAULT_IMAGE.endswith("-{device}")
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,26 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- .Values.serviceAccount.name | default (include "megatron-inference.fullname" .) -}}
 {{- end -}}
 
+{{- define "megatron-inference.registry" -}}
+{{- required "registry: is empty; set it to the path of the images that you built, such as registry.example.com/megatron, or to localhost/megatron-inference for images that are loaded into the nodes" .Values.registry | trimSuffix "/" -}}
+{{- end -}}
+
 {{- define "megatron-inference.image" -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- if .Values.image.repository -}}
+{{ .Values.image.repository }}
+{{- else -}}
+{{ include "megatron-inference.registry" . }}/operator
+{{- end -}}
+:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+
+{{- /* The default image of pods of models; the operator substitutes {device}. */ -}}
+{{- define "megatron-inference.runtimeImage" -}}
+{{- if .Values.runtime.image -}}
+{{ .Values.runtime.image }}
+{{- else -}}
+{{ include "megatron-inference.registry" . }}/runtime:{{ .Chart.AppVersion }}-{device}
+{{- end -}}
 {{- end -}}
 
 {{- define "megatron-inference.podSecurityContext" -}}

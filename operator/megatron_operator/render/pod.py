@@ -33,7 +33,7 @@ USER = 65532
 
 def image_of(resource: MegatronInference, settings: Settings) -> str:
     """The runtime image of this resource."""
-    return resource.spec.image or settings.image
+    return resource.spec.image or settings.default_image(resource.spec.pods.device.value)
 
 
 def grace_seconds(resource: MegatronInference) -> int:
@@ -60,7 +60,7 @@ def render_pod(
     annotations |= gang_annotations(resource, identity, gang)
     annotations |= {names.RESTARTS_ANNOTATION: str(identity.restarts), names.EPOCH_ANNOTATION: str(identity.epoch)}
     if resource.spec.image is None:
-        annotations[names.DEFAULT_IMAGE_ANNOTATION] = settings.image
+        annotations[names.DEFAULT_IMAGE_ANNOTATION] = image_of(resource, settings)
     return {
         "apiVersion": "v1",
         "kind": "Pod",

@@ -16,6 +16,8 @@ CHART = ROOT / "charts" / "megatron-inference"
 RELEASE = "megatron"
 NAMESPACE = "megatron-system"
 TIMEOUT = 120
+REGISTRY = "--set=registry=localhost/megatron-inference"
+"""The value that has no default, as in manifests/."""
 
 
 class Helm:
@@ -38,7 +40,7 @@ class Helm:
 
     def template(self, *flags: str | Path, release: str = RELEASE, chart: Path = CHART) -> list[Object]:
         """The objects of a release, including its tests."""
-        text = self("template", release, chart, "--namespace", NAMESPACE, *flags)
+        text = self("template", release, chart, "--namespace", NAMESPACE, REGISTRY, *flags)
         return [each for each in yaml.safe_load_all(text) if each]
 
     def _env(self) -> dict[str, str]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
-from chart_support.helm import CHART, NAMESPACE, RELEASE, Helm, Object
+from chart_support.helm import CHART, NAMESPACE, REGISTRY, RELEASE, Helm, Object
 from cluster_support.cluster import Cluster, wait_until
 from operator_support.operator_process import OperatorProcess
 
@@ -29,12 +29,12 @@ class Release:
 
     def install(self, *flags: str, chart: Path = CHART) -> str:
         """Returns when the kind of the CRD is served."""
-        output = self.helm("install", RELEASE, chart, "--namespace", NAMESPACE, *flags)
+        output = self.helm("install", RELEASE, chart, "--namespace", NAMESPACE, REGISTRY, *flags)
         self.cluster.until_served(crd())
         return output
 
     def upgrade(self, *flags: str, chart: Path = CHART) -> str:
-        return self.helm("upgrade", RELEASE, chart, "--namespace", NAMESPACE, *flags)
+        return self.helm("upgrade", RELEASE, chart, "--namespace", NAMESPACE, REGISTRY, *flags)
 
     def uninstall(self) -> str:
         return self.helm("uninstall", RELEASE, "--namespace", NAMESPACE)

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from pathlib import Path
 from cluster_support import debian
 from cluster_support.cache import Kept, cache_folder, kept
 from cluster_support.processes import run_guarded
-from cluster_support.progress import Progress, Say
+from cluster_support.progress import Progress, Say, say_at_once
 from node_support.tools import NodeTools
 
 ROOT = Path(__file__).parents[3]
@@ -43,11 +44,11 @@ class Image:
         return f"{self.name.rpartition('/')[2].replace(':', '-')}.tar"
 
 
-OPERATOR = Image("docker.io/megatron-inference/operator:0.1.0", "operator/Dockerfile", ("operator",))
+OPERATOR = Image("localhost/megatron-inference/operator:0.1.0", "operator/Dockerfile", ("operator",))
 RUNTIME = Image(
-    "docker.io/megatron-inference/runtime:0.1.0", "runtime/Dockerfile", ("runtime", "tracing"), is_loaded=False
+    "localhost/megatron-inference/runtime:0.1.0-cpu", "runtime/Dockerfile", ("runtime", "tracing"), is_loaded=False
 )
-SMOLLM2 = Image("docker.io/megatron-inference/runtime-smollm2:0.1.0", "manifests/samples/smollm2.Dockerfile")
+SMOLLM2 = Image("localhost/megatron-inference/runtime-smollm2:0.1.0", "manifests/samples/smollm2.Dockerfile")
 PAUSE = Image("localhost/pause:1", "tests/cluster/node_support/pause.Dockerfile")
 ALL = (OPERATOR, RUNTIME, SMOLLM2, PAUSE)
 
@@ -57,14 +58,27 @@ def build(env: Mapping[str, str], say: Say, tools: NodeTools) -> Path:
     ClusterSupportError."""
     cache = cache_folder(env)
     folder = cache / f"images-{_digest(_sources())}"
-    pins = _digest(iter((ROOT / "pyproject.toml", ROOT / "constraints.txt", Path(__file__))))
-    layers = cache / f"layers-{pins}"
+    layers = _layers(cache)
     effort = "5 minutes and 5 GB the first time; later only changes"
     built = kept(Kept("Images", folder, effort, _are_complete, lambda into, say: _build(into, say, layers, tools)), say)
     for other in [*cache.glob("images-*"), *cache.glob("layers-*")]:
         if other not in (built, layers) and other.is_dir() and time.time() - other.stat().st_mtime > OLD:
             shutil.rmtree(other, ignore_errors=True)
     return built
+
+
+def export(image: Image, target: Path, env: Mapping[str, str], tools: NodeTools) -> None:
+    """Writes a built image to an archive for `docker load`, the same bytes for the same image. Raises
+    ClusterSupportError."""
+    layers = _layers(cache_folder(env))
+    with tempfile.TemporaryDirectory(dir=layers.parent) as workspace:
+        _Build(Path(workspace), Progress(say_at_once), layers, tools).push(image, target)
+
+
+def _layers(cache: Path) -> Path:
+    """The storage of buildah for the current pins."""
+    pins = _digest(iter((ROOT / "pyproject.toml", ROOT / "constraints.txt", Path(__file__))))
+    return cache / f"layers-{pins}"
 
 
 def sizes(folder: Path) -> dict[str, int]:
@@ -121,10 +135,13 @@ class _Build:
             self._build_image(image, wheels)
             sizes[image.name] = self._size(image)
             if image.is_loaded:
-                target = f"docker-archive:{self.made / image.archive}:{image.name}"
-                self._buildah("push", *self._policy, image.name, target)
+                self.push(image, self.made / image.archive)
         (self.made / "sizes.json").write_text(json.dumps(sizes, indent=1))
         return self.made
+
+    def push(self, image: Image, target: Path) -> None:
+        """Writes the archive of a built image."""
+        self._buildah("push", *self._policy, image.name, f"docker-archive:{target}:{image.name}")
 
     def _make_base(self) -> None:
         if BASE in self._names():
@@ -154,7 +171,9 @@ class _Build:
             requirements = [sys.executable, str(ROOT / "tools/requirements.py"), *extras]
             run_guarded(["sh", "-c", '"$@" > "$0"', required, *requirements], self.log)
             pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet"]
-            pins = ["--constraint", ROOT / "constraints.txt", "--requirement", required]
+            # pip prefers this wheel to the build with CUDA, because its local version is later.
+            run_guarded([sys.executable, str(ROOT / "tools/torch_for_cpu.py"), "--download", partial], self.log)
+            pins = ["--find-links", partial, "--constraint", ROOT / "constraints.txt", "--requirement", required]
             run_guarded([*pip, *pins, "--dest", partial, "hatchling>=1.25"], self.log)
             partial.rename(folder)
         return folder

@@ -111,7 +111,7 @@ class MegatronInferenceSpec(Part):
     restart: Restart = Restart()
     """Requests a restart without another change."""
     image: Text | None = None
-    """Image of the runtime. Default: set by the operator."""
+    """Image of the runtime. Default: the operator's default image for `pods.device`."""
     image_pull_policy: ImagePullPolicy = ImagePullPolicy.IF_NOT_PRESENT
     """When the kubelet pulls the image: Always, IfNotPresent or Never."""
     pod_template: PodTemplate = PodTemplate()

