@@ -8,17 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_support.pretended import PretendedTensor, load_device_guard, pretended_device
+from gpu_support.pretended import PretendedTensor, Work, load_device_guard, pretended_device
 from runtime_support.byte_backend import END, byte_backend
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.model.config import ExpertsConfig, ModelConfig
 from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
 LAYERS = 2
+LAUNCHES_AROUND_LAYERS = 20
+LAUNCHES_PER_LAYER = 12
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -101,3 +105,38 @@ def test_the_engine_gives_the_tokens_of_the_cpu(case: dict[str, Any]) -> None:
         assert generate(other, given["params"], given["between"], **given["config"]) == expected
     assert device.work.kernels["attend_splits"] >= LAYERS
     assert device.work.kernels["rotate_and_store"] >= LAYERS
+
+
+@pytest.mark.parametrize("length", [9, 600], ids=["one split", "several splits"])
+def test_a_decode_pass_has_few_launches_no_wait_and_no_copy(length: int) -> None:
+    """What a CUDA graph asks of the code that it captures; the sampler is not part of it yet."""
+    requests, page = 2, 128
+    blocks = -(-length // page)
+    counted = []
+    for layers in (1, 2):
+        model = random_decoder(num_layers=layers, max_position_embeddings=1024)
+        with pretended_device() as device, torch.inference_mode():
+            other = Decoder(model.config, dtype=model.dtype, device="cuda")
+            other.copy_from(model)
+            cache = KVCache(model.config, blocks * requests, page, model.dtype, "cuda")
+            tables = torch.arange(blocks * requests, dtype=torch.int32).view(requests, blocks)
+            last = torch.full((requests,), length - 1)
+            batch = {
+                "tokens": torch.full((requests,), 65),
+                "positions": last,
+                "slots": tables[:, -1].long() * page + last % page,
+                "query_starts": torch.arange(requests + 1, dtype=torch.int32),
+                "context_lengths": (last + 1).int(),
+                "block_tables": tables,
+                "logit_rows": torch.arange(requests),
+            }
+            there = ForwardBatch(**{name: value.to("cuda") for name, value in batch.items()})
+            device.work = Work()
+            logits = other(there, cache)
+            assert logits is not None
+            assert logits.shape == (requests, END + 1)
+            assert (+device.work.waits, +device.work.copies) == ({}, {})
+            counted.append(device.work.launches)
+    per_layer = counted[1] - counted[0]
+    assert per_layer <= LAUNCHES_PER_LAYER
+    assert counted[0] - per_layer <= LAUNCHES_AROUND_LAYERS

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
-
 from torch import Tensor
 
 from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.kernels.triton_support import has_triton
 from megatron_runtime.model.kv_cache import KVCache, LayerCache
 from megatron_runtime.model.rotary import Rotation
-
-
-@cache
-def has_triton() -> bool:
-    """Whether Triton is installed, which PyTorch's CUDA builds bring."""
-    return importlib.util.find_spec("triton") is not None
 
 
 def has_gpu_attention(cache: KVCache) -> bool:

@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_runtime.gpu import attention, attention_kernels
+from megatron_runtime.gpu import attention, attention_kernels, row_kernels, rows
 
 CAPABILITIES = (80, 90, 100)
 FLOATS = {"scale": "fp32", "soft_cap": "fp32", "eps": "fp32", "multiplier": "fp32"}
@@ -26,9 +26,13 @@ STRIDES = ("block_stride", "head_stride", "table_stride")
 RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 
-def cases(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, str], dict[str, int]]]:
-    """Name, kernel, constants, element types of its pointers, and options, as the engine launches them."""
-    for width in (64, 128, 256):
+Case = tuple[str, Any, dict[str, Any], dict[str, str], dict[str, int]]
+"""Name, kernel, constants, element types of its pointers, and options, as the engine launches them."""
+
+
+def attention_cases(capability: int) -> Iterator[Case]:
+    """The kernels of attention, at the sizes of an 8B model and of wider heads."""
+    for width in (128, 256):
         common = {"HEADS": 32, "WIDTH": width, "WIDTH_PAD": width, "PAGE": 16, "WINDOWED": False}
         tiles, splits = (sizes(capability, width, 2) for sizes in (attention.tile_sizes, attention.split_sizes))
         group = {"GROUP": 4, "GROUP_PAD": 4, "CAPPED": False}
@@ -55,6 +59,16 @@ def cases(capability: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str,
     rotate = {"QUERY_HEADS": 32, "KV_HEADS": 8, "WIDTH": 128, "WIDTH_PAD": 128, "TURNED": 128, "PAGE": 16, "BLOCK_H": 8}
     pointers = dict.fromkeys(("rotated", "heads", "cosines", "sines", "keys", "values"), "bf16") | {"slots": "i64"}
     yield "rotate_and_store", attention_kernels.rotate_and_store, rotate, pointers, {"num_warps": 4}
+
+
+def row_cases() -> Iterator[Case]:
+    """The same for operations on rows, at the sizes of an 8B model."""
+    norm = {"SIZE": 4096, "SIZE_PAD": 4096}
+    pointers = dict.fromkeys(("output", "rows", "weight"), "bf16")
+    yield "normalize_rows", row_kernels.normalize_rows, norm, pointers, {"num_warps": rows.warps_for(4096)}
+    gate = {"SIZE": 14336, "BLOCK": rows.GATE_BLOCK}
+    pointers = dict.fromkeys(("output", "gates_and_values"), "bf16")
+    yield "gate_rows", row_kernels.gate_rows, gate, pointers, {"num_warps": 4}
 
 
 def compiled(
@@ -98,7 +112,7 @@ def main() -> None:
     """Compile all and print the result."""
     found = {}
     for arch in CAPABILITIES:
-        for name, kernel, constants, pointers, options in cases(arch):
+        for name, kernel, constants, pointers, options in (*attention_cases(arch), *row_cases()):
             made = compiled(kernel, constants, pointers, options, arch)
             found[f"sm_{arch} {name}"] = resources(made.asm["cubin"]) | {"shared": made.metadata.shared}
     print(json.dumps(found))

@@ -244,6 +244,6 @@ def pretended_device() -> Iterator[PretendedDevice]:
 
 def _kernel_users() -> list[Any]:
     """The modules that launch kernels."""
-    from megatron_runtime.gpu import attention
+    from megatron_runtime.gpu import attention, rows
 
-    return [attention]
+    return [attention, rows]
