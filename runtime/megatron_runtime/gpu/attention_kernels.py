@@ -130,8 +130,8 @@ def attend_splits(
 ):  # fmt: skip
     """Requests with one new token: the heads of a key head, over SPLIT tokens of the context, in each program.
 
-    Writes ``partial``, float32 [requests, HEADS, num_splits, WIDTH], and the binary logarithms of the sums of weights; or
-    the ``output`` itself if IS_WHOLE, where every context fits one split. Grid: [requests, key heads, num_splits].
+    Writes ``partial``, float32 [requests, HEADS, num_splits, WIDTH], and binary logarithms of the sums of weights; or
+    ``output`` if IS_WHOLE, where every context fits one split. Grid: [requests, key heads, num_splits].
     """
     request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(query_starts + request)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,7 +37,9 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 @pytest.fixture(autouse=True)
-def interpreted_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tile sizes of a GPU of compute capability 9.0."""
+def interpreted_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tile sizes of a GPU of compute capability 9.0; integers may overflow, as they do in a hash."""
     torch.set_num_threads(1)
     monkeypatch.setattr("megatron_runtime.gpu.launch._capability", lambda _: 90)
+    with np.errstate(over="ignore"):
+        yield

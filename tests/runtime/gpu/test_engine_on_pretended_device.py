@@ -84,6 +84,7 @@ def suspend_and_resume(engine: DynamicInferenceEngine) -> None:
 EXPERTS = ExpertsConfig(count=8, per_token=2, intermediate_size=64)
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {},
+    "temperature": {"params": {"temperature": 1.0, "min_p": 0.05}},
     "all samplers": {"params": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.05}},
     "edits": {"params": {"temperature": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.2}},
     "windows and soft cap": {"model": {"layer_windows": (8, None), "attention_soft_cap": 20.0}},
@@ -105,6 +106,8 @@ def test_the_engine_gives_the_tokens_of_the_cpu(case: dict[str, Any]) -> None:
         assert generate(other, given["params"], given["between"], **given["config"]) == expected
     assert device.work.kernels["attend_splits"] >= LAYERS
     assert device.work.kernels["rotate_and_store"] >= LAYERS
+    races = "temperature" in given["params"] and "top_k" not in given["params"]
+    assert ("race_tokens" in device.work.kernels) == races
 
 
 @pytest.mark.parametrize("length", [9, 600], ids=["one split", "several splits"])

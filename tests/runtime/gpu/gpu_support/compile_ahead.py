@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_runtime.gpu import attention, attention_kernels, row_kernels, rows
+from megatron_runtime.gpu import attention, attention_kernels, row_kernels, rows, sampling, sampling_kernels
 
 CAPABILITIES = (80, 90, 100)
 FLOATS = {"scale": "fp32", "soft_cap": "fp32", "eps": "fp32", "multiplier": "fp32"}
@@ -69,6 +69,11 @@ def row_cases() -> Iterator[Case]:
     gate = {"SIZE": 14336, "BLOCK": rows.GATE_BLOCK}
     pointers = dict.fromkeys(("output", "gates_and_values"), "bf16")
     yield "gate_rows", row_kernels.gate_rows, gate, pointers, {"num_warps": 4}
+    pointers = dict.fromkeys(("best", "logits", "tops", "temperatures", "leasts"), "fp32")
+    pointers |= {"places": "i32", "lows": "i32", "highs": "i32", "rows": "i64", "tokens": "i64"}
+    race = {"PART": sampling.PART, "BLOCK": 32, "STREAM": 0x5BD1E995}
+    yield "race_tokens", sampling_kernels.race_tokens, race, pointers, {"num_warps": sampling.WARPS}
+    yield "finish_race", sampling_kernels.finish_race, {"PARTS": 32}, pointers, {"num_warps": 1}
 
 
 def compiled(

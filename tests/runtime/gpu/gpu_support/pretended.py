@@ -244,6 +244,6 @@ def pretended_device() -> Iterator[PretendedDevice]:
 
 def _kernel_users() -> list[Any]:
     """The modules that launch kernels."""
-    from megatron_runtime.gpu import attention, rows
+    from megatron_runtime.gpu import attention, rows, sampling
 
-    return [attention, rows]
+    return [attention, rows, sampling]
