@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,3 +44,14 @@ def interpreted_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("megatron_runtime.gpu.launch._capability", lambda _: 90)
     with np.errstate(over="ignore"):
         yield
+
+
+@pytest.fixture(scope="session")
+def device_guard(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The part of the pretended device in C++; skips the tests that use it without a compiler."""
+    from gpu_support.pretended import load_device_guard
+
+    try:
+        load_device_guard(tmp_path_factory.mktemp("guard"))
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"the pretended device needs a C++ compiler: {error}")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from gpu_support.pretended import PretendedTensor, Work, load_device_guard, pretended_device
+from gpu_support.pretended import PretendedTensor, Work, pretended_device
 from runtime_support.byte_backend import END, byte_backend
 
 from megatron_runtime.config import InferenceConfig
@@ -25,12 +24,7 @@ LAUNCHES_AROUND_LAYERS = 20
 LAUNCHES_PER_LAYER = 12
 
 
-@pytest.fixture(scope="session", autouse=True)
-def device_guard(tmp_path_factory: pytest.TempPathFactory) -> None:
-    try:
-        load_device_guard(tmp_path_factory.mktemp("guard"))
-    except (FileNotFoundError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"the pretended device needs a C++ compiler: {error}")
+pytestmark = pytest.mark.usefixtures("device_guard")
 
 
 def random_decoder(**changes: Any) -> Decoder:
@@ -104,6 +98,8 @@ def test_the_engine_gives_the_tokens_of_the_cpu(case: dict[str, Any]) -> None:
         other.copy_from(model)
         assert isinstance(next(other.parameters()), PretendedTensor)
         assert generate(other, given["params"], given["between"], **given["config"]) == expected
+    assert not any("context.py" in line or "packed_arrays.py" in line for line in +device.work.copies)
+    assert device.work.pinned_copies > 0
     assert device.work.kernels["attend_splits"] >= LAYERS
     assert device.work.kernels["rotate_and_store"] >= LAYERS
     races = "temperature" in given["params"] and "top_k" not in given["params"]

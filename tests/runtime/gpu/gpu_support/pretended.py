@@ -45,6 +45,7 @@ class Work:
     waits: Counter[str] = field(default_factory=Counter)
     copies: Counter[str] = field(default_factory=Counter)
     """Copies from unpinned host memory, for which the host waits as well."""
+    pinned_copies: int = 0
 
 
 class PretendedTensor(Tensor):
@@ -123,7 +124,11 @@ class PretendedDevice(TorchDispatchMode):
         here = any(isinstance(each, PretendedTensor) for each in given)
         is_made_here = any(isinstance(each, torch.device) and each.type == "cuda" for each in flat)
         if not here and not is_made_here:
-            return func(*args, **kwargs)
+            is_pinned = kwargs.get("pin_memory") is True  # Pinned memory needs a driver.
+            made = func(*args, **(kwargs | {"pin_memory": False} if is_pinned else kwargs))
+            if is_pinned:
+                made.is_pinned_here = True
+            return made
         if name in ("_to_copy", "copy_"):
             return self._copy(func, name, args, kwargs, here)
         if name != "detach" and func._can_decompose():
@@ -178,11 +183,10 @@ class PretendedDevice(TorchDispatchMode):
             self.work.launches += 1
         elif source_here:
             self.work.waits[_line()] += 1
-        elif id(source) not in _PINNED or not kwargs.get("non_blocking"):
+        elif getattr(source, "is_pinned_here", False) and kwargs.get("non_blocking"):
+            self.work.pinned_copies += 1
+        else:
             self.work.copies[_line()] += 1
-
-
-_PINNED: set[int] = set()
 
 
 def _content(each: Any) -> Any:
