@@ -139,3 +139,20 @@ def test_a_decode_pass_has_few_launches_no_wait_and_no_copy(length: int) -> None
     per_layer = counted[1] - counted[0]
     assert per_layer <= LAUNCHES_PER_LAYER
     assert counted[0] - per_layer <= LAUNCHES_AROUND_LAYERS
+
+
+def test_a_greedy_step_has_one_copy_to_the_device_and_waits_for_its_tokens_alone() -> None:
+    model = random_decoder()
+    with pretended_device() as device:
+        other = Decoder(model.config, dtype=model.dtype, device="cuda")
+        other.copy_from(model)
+        tokenizer = Tokenizer(byte_backend(), location="bytes", eod=END)
+        engine = DynamicInferenceEngine.build(other, tokenizer, InferenceConfig(kv_cache_memory_bytes=1 << 20))
+        for index in range(2):
+            engine.add_request(index, [65] * 5, SamplingParams(temperature=0.0, num_tokens_to_generate=4))
+        engine.step_modern()
+        device.work = Work()
+        engine.step_modern()
+        assert (device.work.pinned_copies, +device.work.copies) == (1, {})
+        assert sum(device.work.waits.values()) == 1
+        assert device.work.launches <= LAYERS * LAUNCHES_PER_LAYER + LAUNCHES_AROUND_LAYERS
