@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_operator.api.v1alpha1 import GROUP, MegatronInference
+from megatron_operator.api.v1alpha1 import CPU_KV_CACHE, GROUP, MegatronInference
 
 MANAGER = "megatron-operator"
 """Field manager of server-side apply, and the value of app.kubernetes.io/managed-by."""
@@ -239,7 +239,8 @@ def template_hash(resource: MegatronInference, image: str) -> str:
     """Changes exactly when running pods have to be replaced.
 
     It covers only fields that differ from their defaults, so that an upgrade of the operator that adds fields replaces
-    no pods.
+    no pods. The size of the KV cache counts as the pods get it: 1Gi was the default on all devices, and stored
+    resources have it.
     """
     spec = resource.spec.model_dump(
         mode="json",
@@ -247,4 +248,9 @@ def template_hash(resource: MegatronInference, image: str) -> str:
         exclude_defaults=True,
         exclude=NO_RESTART,
     )
-    return hash_of({"spec": spec, "image": image})
+    engine = spec.pop("engine", {})
+    if resource.spec.kv_cache_memory == CPU_KV_CACHE:
+        engine.pop("kvCacheMemory", None)
+    elif resource.spec.kv_cache_memory is None:
+        engine["kvCacheMemory"] = None
+    return hash_of({"spec": spec | ({"engine": engine} if engine else {}), "image": image})

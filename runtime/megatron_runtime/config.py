@@ -24,6 +24,10 @@ _logger = logging.getLogger(__name__)
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 SAMPLING_BACKENDS = ("torch", "flashinfer")
+CUDA_SHARE = 0.9
+"""Default fraction, for the KV cache, of the memory of a GPU that weights and the largest pass leave."""
+CUDA_TOKENS_PER_PASS = 16384
+"""Default of the most tokens in one forward pass on a GPU."""
 DEFAULT_MAX_REQUESTS = 256
 """Default of the most requests in one forward pass, if the pool has as many blocks."""
 

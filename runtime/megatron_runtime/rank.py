@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
     from megatron_runtime.engine.worker.engine_loop import EngineLoop
     from megatron_runtime.launch.options import EngineOptions
+    from megatron_runtime.model.decoder import Decoder
+    from megatron_runtime.model.tokenizer import Tokenizer
     from megatron_runtime.model.weights import LoadProgress
     from megatron_runtime.parallel.ranks import Ranks
 
@@ -43,8 +45,6 @@ PROGRESS_SECONDS = 0.1
 """Minimum interval of progress reports."""
 POLL_SECONDS = 0.5
 """Interval in which the registration is checked."""
-CUDA_SHARE = 0.9
-"""Fraction of the device's free memory for a KV cache without a configured size; the rest is for activations."""
 
 
 def main() -> None:
@@ -91,6 +91,7 @@ def _build_engine(link: ParentLink, options: RankOptions, plan: RankPlan) -> Dyn
 
     from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
     from megatron_runtime.model.checkpoint import load_model
+    from megatron_runtime.model.device_memory import naming_device_memory
     from megatron_runtime.model.tokenizer import load_tokenizer
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -101,16 +102,30 @@ def _build_engine(link: ParentLink, options: RankOptions, plan: RankPlan) -> Dyn
     plan = replace(plan, max_sequence_length=ranks.least(plan.max_sequence_length))
     with ThreadPoolExecutor(1, "tokenizer") as aside:
         tokenizer = aside.submit(load_tokenizer, plan.checkpoint)
-        model = load_model(
-            plan.checkpoint,
-            dtype=options.engine.dtype,
-            device=device,
-            max_sequence_length=plan.max_sequence_length,
-            on_progress=_Progress(link),
-            check_finite=options.engine.check_finite,
-            ranks=ranks,
-        )
-    return DynamicInferenceEngine.build(model, tokenizer.result(), _inference_config(options.engine, plan, ranks))
+        with naming_device_memory("while it loaded the weights", device):
+            model = load_model(
+                plan.checkpoint,
+                dtype=options.engine.dtype,
+                device=device,
+                max_sequence_length=plan.max_sequence_length,
+                on_progress=_Progress(link),
+                check_finite=options.engine.check_finite,
+                ranks=ranks,
+            )
+    config = _inference_config(options.engine, plan)
+    # Measured, or chosen by the launchers of several pods, so it may differ between the ranks.
+    cache = plan.kv_cache_bytes or _measured_kv_cache(model, tokenizer.result(), config)
+    config = replace(config, kv_cache_memory_bytes=ranks.least(cache))
+    return DynamicInferenceEngine.build(model, tokenizer.result(), config)
+
+
+def _measured_kv_cache(model: Decoder, tokenizer: Tokenizer, config: InferenceConfig) -> int:
+    from megatron_runtime.engine.largest_pass import measure_kv_cache_memory
+    from megatron_runtime.engine.text_generation_controller import TextGenerationController
+
+    size = measure_kv_cache_memory(TextGenerationController(model, tokenizer), config)
+    logger.info("weights and the largest pass leave %.1f GB for the KV cache", size / 1e9)
+    return size
 
 
 def _import_engine() -> None:
@@ -176,12 +191,11 @@ def _join_replica_group(link: ParentLink, options: RankOptions) -> Ranks:
         raise EngineError(str(error)) from error  # the port was free when it was chosen; a restart chooses another one
 
 
-def _inference_config(engine: EngineOptions, plan: RankPlan, ranks: Ranks) -> InferenceConfig:
+def _inference_config(engine: EngineOptions, plan: RankPlan) -> InferenceConfig:
     from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 
     return InferenceConfig(
         block_size_tokens=engine.block_size_tokens,
-        kv_cache_memory_bytes=ranks.least(plan.kv_cache_bytes or _free_device_memory()),
         max_requests=engine.max_requests,
         max_sequence_length=plan.max_sequence_length,
         enable_prefix_caching=engine.prefix_caching,
@@ -191,13 +205,6 @@ def _inference_config(engine: EngineOptions, plan: RankPlan, ranks: Ranks) -> In
         logprobs_mode=engine.logprobs_mode,
         moe_enable_routing_replay=engine.moe_enable_routing_replay,
     )
-
-
-def _free_device_memory() -> int:
-    import torch
-
-    free, _ = torch.cuda.mem_get_info()
-    return int(free * CUDA_SHARE)
 
 
 async def _serve(link: ParentLink, options: RankOptions, plan: RankPlan, engine: DynamicInferenceEngine) -> None:

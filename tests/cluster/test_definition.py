@@ -199,7 +199,7 @@ async def test_an_upgrade_from_the_previous_definition_keeps_its_resources_usabl
     with pytest.raises(ApiFailure, match="kvCacheMemory"):
         await api.merge(path, {"spec": {"engine": {"kvCacheMemory": "0Gi"}}})
     good = await api.merge(f"{resources(namespace)}/good", {"spec": {"replicas": 2}})
-    assert (good["spec"]["replicas"], good["spec"]["engine"]["kvCacheMemory"]) == (2, "1Gi")
+    assert (good["spec"]["replicas"], good["spec"]["engine"]["blockSizeTokens"]) == (2, 16)
 
 
 @pytest.mark.usefixtures("upgraded", "own_control_plane")

@@ -88,7 +88,7 @@ def test_the_schema_rejects_the_values_that_the_parser_rejects(spec: dict[str, A
 
 def test_an_optional_object_defaults_to_the_defaults_of_its_fields() -> None:
     engine = SCHEMA["properties"]["spec"]["properties"]["engine"]
-    assert engine["default"]["kvCacheMemory"] == engine["properties"]["kvCacheMemory"]["default"] == "1Gi"
+    assert engine["default"]["blockSizeTokens"] == engine["properties"]["blockSizeTokens"]["default"] == 16
     for path, node in nodes(SCHEMA):
         if "properties" in node and "default" in node:
             fields = {name: each["default"] for name, each in node["properties"].items() if "default" in each}

@@ -32,7 +32,7 @@ def test_omitted_fields_get_their_defaults() -> None:
     resource = parse_resource(resource_object())
     assert resource.spec.replicas == 1
     assert resource.spec.lifecycle is Lifecycle.RUNNING
-    assert resource.spec.engine.kv_cache_memory == 2**30
+    assert resource.spec.engine.kv_cache_memory is None
     assert resource.spec.rollout.drain_timeout == 60
     assert resource.served_name == "chat"
     assert resource.spec.pods_per_group == 1

@@ -50,6 +50,18 @@ def test_on_cpus_the_kv_cache_is_part_of_the_requested_memory() -> None:
 
 
 @pytest.mark.parametrize(
+    ("device", "size", "flag"), [("cpu", None, "1Gi"), ("cuda", None, None), ("cuda", "3Gi", "3Gi")]
+)
+def test_a_gpu_rank_measures_the_memory_for_its_kv_cache_unless_the_resource_has_a_size(
+    device: str, size: str | None, flag: str | None
+) -> None:
+    engine = {} if size is None else {"kvCacheMemory": size}
+    arguments = spec_of(pods={"device": device}, engine=engine)["containers"][0]["args"]
+    expected = [] if flag is None else [f"--kv-cache-memory={flag}"]
+    assert [each for each in arguments if each.startswith("--kv-cache-memory")] == expected
+
+
+@pytest.mark.parametrize(
     ("chosen", "expected"),
     [
         ({"requests": {"cpu": 4}}, {"requests": {"cpu": "4", "memory": "2048Mi"}}),

@@ -46,6 +46,20 @@ def test_another_image_of_spec_or_operator_changes_the_template_hash() -> None:
     assert names.template_hash(parsed(), "old") != names.template_hash(parsed(), "new")
 
 
+def test_a_kv_cache_of_the_previous_default_size_replaces_no_pods() -> None:
+    """Resources from before the size was optional have 1Gi, and a hash that does not cover it."""
+    hashes = {
+        (device, size): names.template_hash(
+            parsed(pods={"device": device}, engine={} if size is None else {"kvCacheMemory": size}), "i"
+        )
+        for device in ("cpu", "cuda")
+        for size in (None, "1Gi", "2Gi")
+    }
+    assert hashes["cpu", None] == hashes["cpu", "1Gi"] == "c1abc46221f6"
+    assert hashes["cuda", "1Gi"] == "4f7aec63c52c"
+    assert len(set(hashes.values())) == 5
+
+
 def test_an_explicit_default_does_not_change_the_template_hash() -> None:
     written = parsed(engine={"maxRequests": 256}, rollout={"drainTimeout": "60s"})
     assert names.template_hash(written, "i") == names.template_hash(parsed(), "i")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from megatron_runtime import cli, rank
@@ -18,7 +19,6 @@ from megatron_runtime.launch.preflight import plan_engine
 from megatron_runtime.launch.rank_options import RankOptions, RankPlan
 from megatron_runtime.launch.tasks import rank_plan, rank_task
 from megatron_runtime.model.cache_layout import CacheLayout
-from megatron_runtime.parallel.single_rank import SingleRank
 
 FACTS = CheckpointFacts(
     path="/m",
@@ -61,7 +61,7 @@ def rank_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 )
 def test_the_log_prob_mode_reaches_the_engine(rank_options: Any, flags: tuple[str, ...], mode: str) -> None:
     options, plan = rank_options(*flags)
-    assert rank._inference_config(options.engine, plan, SingleRank()).logprobs_mode == mode
+    assert rank._inference_config(options.engine, plan).logprobs_mode == mode
 
 
 def test_an_unknown_log_prob_mode_is_refused_with_the_known_ones(tmp_path: Path) -> None:
@@ -102,3 +102,18 @@ def test_a_missing_gpu_is_refused_with_a_fix(
     monkeypatch.setattr("torch.set_num_threads", lambda _: None)
     with pytest.raises(kind, match=f"^--device cuda: .*{words}"):
         rank._build_engine(Link(), *rank_options("--device", "cuda"))  # type: ignore[arg-type]
+
+
+def test_a_rank_without_enough_gpu_memory_for_the_weights_ends_with_sizes_and_remedy(
+    rank_options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_model(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 96.00 MiB. GPU 0 has ...")
+
+    monkeypatch.setattr("megatron_runtime.model.checkpoint.load_model", load_model)
+    monkeypatch.setattr("torch.set_num_threads", lambda _: None)
+    words = (
+        r"^--device cpu: cpu ran out of memory while it loaded the weights \(CUDA out of memory\); use a smaller --dt"
+    )
+    with pytest.raises(ConfigurationError, match=words):
+        rank._build_engine(Link(), *rank_options())  # type: ignore[arg-type]

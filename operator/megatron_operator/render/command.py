@@ -39,7 +39,6 @@ def arguments(resource: MegatronInference, *, max_restarts: int) -> list[str]:
         "--ranks-per-pod": spec.pods.ranks_per_pod,
         "--device": spec.pods.device.value,
         "--block-size-tokens": engine.block_size_tokens,
-        "--kv-cache-memory": engine.kv_cache_memory.text,
         "--max-requests": engine.max_requests,
         "--kv-cache-management": engine.kv_cache_management.value.lower(),
         "--routing-policy": _kebab(spec.routing.policy.value),
@@ -51,6 +50,8 @@ def arguments(resource: MegatronInference, *, max_restarts: int) -> list[str]:
         "--rendezvous-timeout": LONGEST_RENDEZVOUS,
         "--restart-reset-after": f"{spec.failure_policy.reset_after:g}",
     }
+    if spec.kv_cache_memory is not None:
+        flags["--kv-cache-memory"] = spec.kv_cache_memory.text
     if spec.model.max_sequence_length is not None:
         flags["--max-sequence-length"] = spec.model.max_sequence_length
     words = [f"{flag}={value}" for flag, value in flags.items()]

@@ -32,7 +32,7 @@ def container_resources(resource: MegatronInference, pod_index: int) -> dict[str
 
 def _defaults(resource: MegatronInference, pod_index: int) -> dict[str, str]:
     ranks = resource.spec.ranks_in_pod(pod_index)
-    cache = -(-resource.spec.engine.kv_cache_memory // MEBIBYTE)
+    cache = -(-(resource.spec.kv_cache_memory or 0) // MEBIBYTE)
     on_cpu = resource.spec.pods.device is Device.CPU
     rank = CPU_RANK if on_cpu else CUDA_RANK
     memory = rank["memory"] + (cache if on_cpu else 0)

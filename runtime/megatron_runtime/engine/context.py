@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.context_limits import ContextLimits
+from megatron_runtime.engine.packed_arrays import on_device
 from megatron_runtime.engine.routing_store import ExpertRouting
 from megatron_runtime.engine.sampling.grammar import RequestGuide
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules, SamplingTable
@@ -188,15 +189,16 @@ class DynamicInferenceContext:
         slots = blocks.astype(np.int64) * self.block_size_tokens + positions % self.block_size_tokens
         contexts = starts + lengths
         widest = -(-int(contexts.max()) // self.block_size_tokens)
-        return ForwardBatch(
-            tokens=self._tensor(np.array(tokens, np.int64)),
-            positions=self._tensor(positions),
-            slots=self._tensor(slots),
-            query_starts=self._tensor(query_starts.astype(np.int32)),
-            context_lengths=self._tensor(contexts.astype(np.int32)),
-            block_tables=self._tensor(self._padded_tables(rows, contexts, widest)),
-            logit_rows=self._tensor(_logit_rows(slices, query_starts)),
-        )
+        arrays: dict[str, NDArray[np.generic]] = {
+            "tokens": np.array(tokens, np.int64),
+            "positions": positions,
+            "slots": slots,
+            "query_starts": query_starts.astype(np.int32),
+            "context_lengths": contexts.astype(np.int32),
+            "block_tables": self._padded_tables(rows, contexts, widest),
+            "logit_rows": _logit_rows(slices, query_starts),
+        }
+        return ForwardBatch(**on_device(arrays, self.device))
 
     def sampling_rules(self, slices: Slices[SequenceSlice]) -> SamplingRules:
         """The sampling rules of the slices that sample."""
@@ -279,7 +281,7 @@ class DynamicInferenceContext:
         return tables
 
     def _tensor(self, values: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(values).to(self.device)
+        return on_device({"values": values}, self.device)["values"]
 
 
 def _logit_rows(slices: Slices[SequenceSlice], query_starts: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_runtime.config import DEFAULT_MAX_REQUESTS, InferenceConfig
+from megatron_runtime.config import CUDA_TOKENS_PER_PASS, DEFAULT_MAX_REQUESTS, InferenceConfig
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.kv_cache import KVCache
 
 _logger = logging.getLogger(__name__)
 
-_DEFAULT_MAX_TOKENS = 16384
 _DEFAULT_MAX_TOKENS_ON_CPU = 1024
 """A larger pass would delay all other requests by seconds."""
 
@@ -101,5 +100,5 @@ def _affordable_blocks(model_config: ModelConfig, config: InferenceConfig, dtype
 def _tokens_per_pass(config: InferenceConfig, max_requests: int, max_sequence_length: int, device_type: str) -> int:
     if config.max_tokens is not None:
         return config.max_tokens
-    usual = _DEFAULT_MAX_TOKENS_ON_CPU if device_type == "cpu" else _DEFAULT_MAX_TOKENS
+    usual = _DEFAULT_MAX_TOKENS_ON_CPU if device_type == "cpu" else CUDA_TOKENS_PER_PASS
     return max(usual, max_requests, 0 if config.enable_chunked_prefill else max_sequence_length)

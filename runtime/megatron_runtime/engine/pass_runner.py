@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 
+import torch
+
 from megatron_runtime.engine.context import DynamicInferenceContext
 from megatron_runtime.engine.request_book import RequestBook
 from megatron_runtime.engine.sampling.sampler import NO_TOKEN
@@ -14,6 +16,7 @@ from megatron_runtime.engine.shared_output import PendingOutput, awaited_output,
 from megatron_runtime.engine.text_generation_controller import StepOutput, TextGenerationController
 from megatron_runtime.engine.tracked_request import FinishReason, Scores, TrackedRequest
 from megatron_runtime.errors import EngineError, InvalidLogitsError
+from megatron_runtime.model.device_memory import describe_shortage
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.routing_tape import RoutingTape
 
@@ -70,8 +73,8 @@ class PassRunner:
         """
         schedule = self._scheduler.schedule()
         self._apply(schedule)
-        if schedule.slices:
-            self._in_flight.append(self._begin(schedule.slices))
+        if schedule.slices and (begun := self._begin(schedule.slices)) is not None:
+            self._in_flight.append(begun)
             self._context.count_pass(schedule.slices)
         is_full = len(self._in_flight) == self._scheduler.limits.passes_in_flight
         if self._in_flight and (is_full or not schedule.slices or not self._scheduler.has_idle):
@@ -117,13 +120,38 @@ class PassRunner:
             self._requests[sequence.request_id].evict()
             self.evictions_total += 1
 
-    def _begin(self, slices: list[SequenceSlice]) -> _Pass:
+    def _begin(self, slices: list[SequenceSlice]) -> _Pass | None:
+        """None if the device had too little memory, which ends requests of the pass."""
         try:
             output = self._run(slices)
+        except torch.OutOfMemoryError as error:
+            self._scheduler.withdraw(slices)
+            self._fail_for_memory(slices, error)
+            return None
         except BaseException:
             self._scheduler.withdraw(slices)
             raise
         return _Pass(slices, [self._requests[part.sequence.request_id] for part in slices], output)
+
+    def _fail_for_memory(self, slices: list[SequenceSlice], error: torch.OutOfMemoryError) -> None:
+        """End the requests that want log probabilities of prompts, or else all requests of the pass.
+
+        Raises:
+            EngineError: Other ranks have begun the pass, and wait for this one.
+        """
+        device, num_tokens = self._context.device, sum(part.length for part in slices)
+        failure = EngineError(
+            f"{describe_shortage(f'in a pass of {num_tokens} tokens', device, error)}; lower --kv-cache-memory or "
+            "--max-requests, or request no log probabilities of long prompts, whose logits have 4 bytes for each of "
+            "its tokens and each token of the vocabulary"
+        )
+        if self._controller.model.ranks.position.sizes.ranks_per_replica_group > 1:
+            raise failure from error
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        large = [part for part in slices if part.num_logits > 1] or slices
+        for part in large:
+            self.finish(self._requests[part.sequence.request_id], "error", failure)
 
     def _run(self, slices: list[SequenceSlice]) -> PendingOutput:
         ranks = self._controller.model.ranks

@@ -37,7 +37,7 @@ class ModelFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFlags:
-    """The engine of each replica group; all fields but ``kv_cache_memory`` are those of EngineOptions."""
+    """The engine of each replica group; all fields but the amounts of memory are those of EngineOptions."""
 
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = EngineOptions.dtype
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = EngineOptions.device
@@ -52,7 +52,17 @@ class EngineFlags:
     block_size_tokens: Annotated[int, typer.Option(help="Tokens per block of the KV cache.")] = (
         EngineOptions.block_size_tokens
     )
-    kv_cache_memory: Annotated[str | None, typer.Option(help="Size of the KV cache per rank, like 20Gi.")] = None
+    kv_cache_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Size of the KV cache per rank, like 20Gi. Default: up to 1Gi on a CPU; on a GPU 0.9 of what the"
+            " weights and the largest pass leave."
+        ),
+    ] = None
+    device_memory: Annotated[
+        str | None,
+        typer.Option(help="Memory of each GPU, like 80Gi, for the check before the start. Default: as of nvidia-smi."),
+    ] = None
     max_requests: Annotated[int | None, typer.Option(help="Most requests in one forward pass.")] = None
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of equal prompt prefixes.")] = (
         EngineOptions.prefix_caching
@@ -80,10 +90,13 @@ class EngineFlags:
     def options(self) -> EngineOptions:
         """The same as options; ConfigurationError names a flag whose value can't be parsed."""
         values = dict(vars(self))
-        memory = values.pop("kv_cache_memory")
-        return EngineOptions(
-            kv_cache_bytes=None if memory is None else parse_bytes(memory, "--kv-cache-memory"), **values
-        )
+        cache = _bytes_or_none(values.pop("kv_cache_memory"), "--kv-cache-memory")
+        device = _bytes_or_none(values.pop("device_memory"), "--device-memory")
+        return EngineOptions(kv_cache_bytes=cache, device_memory_bytes=device, **values)
+
+
+def _bytes_or_none(text: str | None, flag: str) -> int | None:
+    return None if text is None else parse_bytes(text, flag)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,10 @@ class CheckpointFacts:
     """Parameters of the experts, included in ``parameters``."""
     tied_head_parameters: int = 0
     """Parameters of a head that is tied to the embedding; a CPU stores them twice."""
+    activation_elements: int = 0
+    """Elements per token that the widest layer of a rank holds at once."""
+    vocabulary: int = 0
+    """Logits per token."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,7 @@ def main() -> None:
 
 def _inspect(options: InspectionOptions) -> CheckpointFacts:
     # Imported here: the launcher imports this module and does not need the readers of checkpoints.
+    from megatron_runtime.model.activations import activation_elements
     from megatron_runtime.model.attention_kind import attention_kind
     from megatron_runtime.model.formats.checkpoint_header import inspect_checkpoint
     from megatron_runtime.model.formats.expected_tensors import expert_parameters
@@ -112,6 +117,8 @@ def _inspect(options: InspectionOptions) -> CheckpointFacts:
         cache_layout=attention_kind(shard.largest_cache_config).cache_layout,
         expert_parameters=expert_parameters(config),
         tied_head_parameters=config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0,
+        activation_elements=activation_elements(shard),
+        vocabulary=config.vocab_size,
     )
 
 

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from megatron_runtime.errors import CheckpointError, ConfigurationError
+from megatron_runtime.launch.device_memory import device_memory
 from megatron_runtime.launch.inspection import CheckpointFacts, inspect_source
 from megatron_runtime.launch.leadership import Leadership
 from megatron_runtime.launch.memory import AvailableMemory, available_memory, usable_cores
@@ -139,7 +140,8 @@ class Launcher:
     ) -> None:
         """Sends the plan to the ranks and starts the frontends after the inspection; logs when the pod is ready."""
         facts = await inspection
-        plan = plan_engine(self._options, facts, available)
+        device = await asyncio.to_thread(device_memory, self._options.engine)
+        plan = plan_engine(self._options, facts, available, device)
         logger.info("%s (%s): %s", self._options.model_name, facts.architecture, plan.describe())
         address = self._coordinator_address()
         planned.set_result(rank_plan(facts, plan, address=address).serialize())

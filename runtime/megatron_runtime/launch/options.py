@@ -57,6 +57,8 @@ class EngineOptions:
     max_sequence_length: int | None = None
     block_size_tokens: int = 16
     kv_cache_bytes: int | None = None
+    device_memory_bytes: int | None = None
+    """Memory of each GPU, for the preflight; None: as nvidia-smi reports."""
     max_requests: int | None = None
     prefix_caching: bool = True
     chunked_prefill: bool = True

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron_runtime.config import CUDA_SHARE, CUDA_TOKENS_PER_PASS, DEFAULT_MAX_REQUESTS
 from megatron_runtime.cpu_features import has_bfloat16
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.inspection import CheckpointFacts
@@ -14,30 +15,57 @@ from megatron_runtime.launch.quantity import format_bytes
 USUAL_KV_CACHE = 2**30
 RANK_OVERHEAD = 300 * 2**20
 """Memory of a rank besides weights and KV cache: the interpreter, torch, and the activations of a step."""
+CUDA_CONTEXT = 2**30
+"""Memory of a GPU for the context of CUDA, the workspaces of its libraries, and communication."""
+LOGIT_COPIES = 4
+"""Copies of the float32 logits while a pass samples: logits, edited logits, log probabilities, a temporary one."""
 KV_SHARE = 0.5
 """Maximum fraction of the memory besides the weights for a KV cache without a configured size."""
 
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """The sizes for the ranks. ``kv_cache_bytes`` None: the rank measures the free memory of its device."""
+    """The sizes for the ranks. ``kv_cache_bytes`` None: the rank measures the memory of its GPU."""
 
     max_sequence_length: int
     kv_cache_bytes: int | None
     weight_bytes: int
+    reserve_bytes: int = RANK_OVERHEAD
+    """Memory of a rank besides weights and KV cache."""
+    device: AvailableMemory | None = None
+    """The GPU of a rank, if its size is known."""
 
     def total_bytes(self, ranks: int) -> int:
         """Memory of all ranks of the pod, as far as it is known."""
-        return ranks * (self.weight_bytes + (self.kv_cache_bytes or 0) + RANK_OVERHEAD)
+        return ranks * (self.weight_bytes + (self.kv_cache_bytes or 0) + self.reserve_bytes)
 
     def describe(self) -> str:
         """One line for the log."""
-        cache = "the free memory of the device" if self.kv_cache_bytes is None else format_bytes(self.kv_cache_bytes)
-        return f"weights {format_bytes(self.weight_bytes)}, KV cache {cache}, up to {self.max_sequence_length} tokens"
+        return (
+            f"weights {format_bytes(self.weight_bytes)}, KV cache {self._cache()}, "
+            f"reserve {format_bytes(self.reserve_bytes)}, up to {self.max_sequence_length} tokens"
+        )
+
+    def _cache(self) -> str:
+        if self.kv_cache_bytes is not None:
+            return format_bytes(self.kv_cache_bytes)
+        share = f"{CUDA_SHARE} of the rest of the GPU's memory"
+        if self.device is None:
+            return f"{share}, whose size is unknown"
+        rest = self.device.count - self.weight_bytes - self.reserve_bytes
+        return f"about {format_bytes(int(CUDA_SHARE * rest))} ({share}, {self.device})"
 
 
-def plan_engine(options: LaunchOptions, facts: CheckpointFacts, available: AvailableMemory) -> EnginePlan:
-    """Raises ConfigurationError that names the flag, its value and a fix."""
+def plan_engine(
+    options: LaunchOptions,
+    facts: CheckpointFacts,
+    available: AvailableMemory,
+    device: AvailableMemory | None = None,
+) -> EnginePlan:
+    """The sizes that fit into ``available`` memory of the host, or on a ``device`` of this size, None if unknown.
+
+    Raises ConfigurationError that names the flag, its value and a fix.
+    """
     engine = options.engine
     if engine.max_sequence_length is not None and engine.max_sequence_length > facts.longest:
         raise ConfigurationError(
@@ -47,7 +75,7 @@ def plan_engine(options: LaunchOptions, facts: CheckpointFacts, available: Avail
     weights = _weight_bytes(engine, facts)
     length = engine.max_sequence_length or facts.longest
     if engine.device != "cpu":
-        return EnginePlan(length, engine.kv_cache_bytes, weights)
+        return _plan_on_device(options, facts, EnginePlan(length, engine.kv_cache_bytes, weights, device=device))
     ranks = options.local_ranks
     cache = _cache_bytes(options, facts, weights, available.count // ranks)
     needed = EnginePlan(length, cache, weights).total_bytes(ranks)
@@ -59,6 +87,35 @@ def plan_engine(options: LaunchOptions, facts: CheckpointFacts, available: Avail
             "use a smaller cache, a smaller --dtype or fewer replica groups, or give the pod more memory"
         )
     return EnginePlan(_length(options, facts, cache, length), cache, weights)
+
+
+def _plan_on_device(options: LaunchOptions, facts: CheckpointFacts, plan: EnginePlan) -> EnginePlan:
+    """The plan with its reserve, checked against the memory of a GPU if that is known."""
+    plan = replace(plan, reserve_bytes=_reserve_on_device(options.engine, facts))
+    cache, device = plan.kv_cache_bytes, plan.device
+    parts = f"{format_bytes(plan.weight_bytes)} for the weights and about {format_bytes(plan.reserve_bytes)} for a pass"
+    if device is not None and plan.total_bytes(1) - (cache or 0) >= device.count:
+        raise ConfigurationError(
+            f"{options.model.flag}: a rank needs {parts}, but its GPU has {device}; use a smaller --dtype, more ranks "
+            "with --tensor-parallel or --pipeline-parallel, a lower --max-requests, or a GPU with more memory"
+        )
+    if cache is None:
+        return plan
+    if device is not None and plan.total_bytes(1) > device.count:
+        fitting = max(device.count - plan.total_bytes(1) + cache, 0) // 2**27 * 2**27
+        raise ConfigurationError(
+            f"--kv-cache-memory {format_bytes(cache)}: with {parts}, a rank needs {format_bytes(plan.total_bytes(1))}, "
+            f"but its GPU has {device}; use {format_bytes(fitting)} or less, or omit the size, so that the ranks "
+            "measure it"
+        )
+    return replace(plan, max_sequence_length=_length(options, facts, cache, plan.max_sequence_length))
+
+
+def _reserve_on_device(engine: EngineOptions, facts: CheckpointFacts) -> int:
+    """An estimate for the check before the start; a rank that chooses the size of its KV cache measures it."""
+    activations = CUDA_TOKENS_PER_PASS * facts.activation_elements * element_bytes(engine)
+    logits = LOGIT_COPIES * (engine.max_requests or DEFAULT_MAX_REQUESTS) * facts.vocabulary * 4
+    return CUDA_CONTEXT + activations + logits
 
 
 def element_bytes(engine: EngineOptions) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kernels.compiled import KINDS
 from megatron_runtime.model.kernels.cpu_attention import CpuAttention
+from megatron_runtime.model.kernels.gpu_attention import GpuAttention, has_gpu_attention
 from megatron_runtime.model.kernels.torch_attention import TorchAttention
 from megatron_runtime.model.kv_cache import KVCache, LayerCache
 from megatron_runtime.model.rotary import Rotation
@@ -42,4 +43,6 @@ def plan_attention(batch: ForwardBatch, cache: KVCache) -> AttentionPlan:
     """The plan for a batch whose tables point into ``cache``."""
     if cache.device.type == "cpu" and cache.dtype in KINDS:
         return CpuAttention(batch)
+    if has_gpu_attention(cache):
+        return GpuAttention(batch)
     return TorchAttention(batch, cache.block_size_tokens)

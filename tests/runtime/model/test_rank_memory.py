@@ -12,8 +12,10 @@ from megatron_runtime.launch.inspection import CheckpointFacts, InspectionOption
 from megatron_runtime.launch.memory import AvailableMemory
 from megatron_runtime.launch.options import EngineOptions, LaunchOptions, ModelSource
 from megatron_runtime.launch.preflight import plan_engine
+from megatron_runtime.model.activations import activation_elements
 from megatron_runtime.model.checkpoint import inspect_checkpoint
 from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.single_rank import SingleRank
 
@@ -67,3 +69,15 @@ def test_a_rank_holds_what_the_preflight_expects(sizes: ParallelSizes, tmp_path:
     held = max(held_bytes(config, sizes, rank) for rank in range(sizes.ranks_per_replica_group))
     # Norms and routers, which are small, are on every rank.
     assert 0.97 * held < plan.weight_bytes <= held
+
+
+def test_the_estimate_of_a_pass_covers_the_tensors_of_a_layer(tmp_path: Path, save_model: Any) -> None:
+    """In the wide layers of the reserve's estimate: dense channels, the visits of experts, and heads."""
+    save_model(tmp_path, "Glm4Moe", **GLM_4_5)
+    config = inspect_checkpoint(tmp_path).config
+    assert config.experts is not None
+    whole = activation_elements(Shard(config))
+    experts = config.experts.per_token * (2 * config.experts.intermediate_size + config.hidden_size)
+    assert whole > max(2 * config.intermediate_size, experts) + config.hidden_size
+    half = activation_elements(Shard(config, ParallelSizes(tensor=2).position_in_replica_group(0)))
+    assert whole / 2 < half < whole

@@ -26,6 +26,7 @@ from megatron_operator.api.v1alpha1.operations import (
 from megatron_operator.api.v1alpha1.pods import ComputeResources, Device, Pods
 from megatron_operator.api.v1alpha1.resource import (
     API_VERSION,
+    CPU_KV_CACHE,
     GROUP,
     KIND,
     PLURAL,
@@ -55,6 +56,7 @@ from megatron_operator.api.v1alpha1.status import (
 
 __all__ = [
     "API_VERSION",
+    "CPU_KV_CACHE",
     "GROUP",
     "KIND",
     "PLURAL",

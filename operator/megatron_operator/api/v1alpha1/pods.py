@@ -22,7 +22,7 @@ class ComputeResources(Part):
     """Resources of each pod's container, by name, such as cpu, memory, ephemeral-storage and rdma/hca."""
 
     requests: dict[str, ResourceQuantity] = Field(default={})
-    """Resources that a pod reserves on its node. Default: for each rank 500m of cpu and engine.kvCacheMemory + 1Gi of
+    """Resources that a pod reserves on its node. Default: for each rank 500m of cpu and the KV cache + 1Gi of
     memory with device cpu, 1 of cpu and 2Gi of memory with device cuda; what podTemplate or limits set takes
     precedence. 0 of cpu or memory: no request."""
     limits: dict[str, ResourceQuantity] = Field(default={})

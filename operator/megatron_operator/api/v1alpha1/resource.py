@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from megatron_operator.api.quantity import MemorySize
 from megatron_operator.api.v1alpha1.base import Integer, Part, Report, Text, misplaced
 from megatron_operator.api.v1alpha1.expose import Expose
 from megatron_operator.api.v1alpha1.model import Model
@@ -19,7 +20,7 @@ from megatron_operator.api.v1alpha1.operations import (
     RolloutSpec,
     Scheduling,
 )
-from megatron_operator.api.v1alpha1.pods import Pods
+from megatron_operator.api.v1alpha1.pods import Device, Pods
 from megatron_operator.api.v1alpha1.serving import EngineSpec, Frontend, Parallelism, RoutingPolicy, RoutingSpec
 from megatron_operator.api.v1alpha1.status import MegatronInferenceStatus
 
@@ -37,6 +38,8 @@ NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 """Service names must start with a letter, and pod names append to the resource's name."""
 
 
+CPU_KV_CACHE = MemorySize("1Gi")
+"""Default size of the KV cache of a rank on CPUs."""
 MAX_RANKS = 1024
 """Ranks of one replica group."""
 MAX_PODS = 1024
@@ -163,6 +166,13 @@ class MegatronInferenceSpec(Part):
     def pods_per_group(self) -> int:
         """Number of pods of a replica group."""
         return -(-self.parallelism.ranks // self.pods.ranks_per_pod)
+
+    @property
+    def kv_cache_memory(self) -> MemorySize | None:
+        """Size of each rank's KV cache; None: a rank measures the memory of its GPU."""
+        if self.engine.kv_cache_memory is None and self.pods.device is Device.CPU:
+            return CPU_KV_CACHE
+        return self.engine.kv_cache_memory
 
     def ranks_in_pod(self, index: int) -> int:
         """Number of ranks in a pod of a replica group; the last pod may have fewer."""

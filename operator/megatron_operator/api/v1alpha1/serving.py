@@ -111,8 +111,9 @@ class EngineSpec(Part):
 
     block_size_tokens: Annotated[Integer, Field(ge=1, le=1024)] = 16
     """Tokens in one block of the KV cache."""
-    kv_cache_memory: MemorySize = MemorySize("1Gi")
-    """Memory per rank for the KV cache, like 256Mi or 20Gi."""
+    kv_cache_memory: MemorySize | None = None
+    """Memory per rank for the KV cache, like 256Mi or 20Gi. Default: 1Gi with pods.device cpu; with cuda 0.9 of the
+    GPU memory that the weights and the largest pass leave, which each rank measures."""
     max_requests: Annotated[Integer, Field(ge=1, le=65536)] = 256
     """Maximum number of requests that run at the same time; further ones wait in a queue."""
     prefix_caching: Boolean = True

@@ -15,7 +15,8 @@ from torch import Tensor
 BLOCK = 32
 """Tokens per block. The minimum noise of a block can be computed without the noise of its tokens."""
 _LARGEST_BELOW_ONE = 1 - 2.0**-24
-_OTHER_STREAM = 0x5BD1E995
+STREAM = 0x5BD1E995
+"""Makes the place of a block's minimum independent of its value."""
 
 
 def noise_keys(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -51,13 +52,13 @@ def block_minima(keys: NDArray[np.uint64], num_blocks: int, device: torch.device
 def _block_minima(keys: NDArray[np.uint64], blocks: Tensor) -> tuple[Tensor, Tensor]:
     """The minimum noise of some blocks, and its index in the block."""
     mixed = _hash(keys, blocks.bitwise_not())  # Negative, in contrast to token ids.
-    place = _mix32(mixed ^ _OTHER_STREAM).bitwise_and_(BLOCK - 1)
+    place = _mix32(mixed ^ STREAM).bitwise_and_(BLOCK - 1)
     return _exponential(mixed).div_(BLOCK), place
 
 
 def _hash(keys: NDArray[np.uint64], values: Tensor) -> Tensor:
     """Uniform pseudorandom bits: int32 [len(keys), n]."""
-    low, high = (half.to(values.device)[:, None] for half in _halves(keys))
+    low, high = (half.to(values.device)[:, None] for half in key_halves(keys))
     return _mix32(_mix32(values.to(torch.int32) ^ low).bitwise_xor_(high))
 
 
@@ -67,7 +68,8 @@ def _exponential(mixed: Tensor) -> Tensor:
     return uniform.neg_().log1p_().neg_()
 
 
-def _halves(keys: NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
+def key_halves(keys: NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
+    """The lower and the upper 32 bits of keys, int32, on the host."""
     low = (keys & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.int32)
     high = (keys >> np.uint64(32)).astype(np.uint32).view(np.int32)
     return torch.from_numpy(low), torch.from_numpy(high)

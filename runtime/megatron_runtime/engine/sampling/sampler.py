@@ -28,9 +28,11 @@ def sample(logits: Tensor, rules: SamplingRules) -> Tensor:
     """
     top, tokens = row_max(logits)
     finite = top.isfinite()
-    stochastic = np.flatnonzero(rules.is_stochastic & finite.cpu().numpy())
-    if stochastic.size:
-        _sample_stochastic(logits, top, rules, stochastic, tokens)
+    # A GPU that samples greedy rows only is not waited for.
+    if rules.is_stochastic.any():
+        stochastic = np.flatnonzero(rules.is_stochastic & finite.cpu().numpy())
+        if stochastic.size:
+            _sample_stochastic(logits, top, rules, stochastic, tokens)
     return tokens.masked_fill_(~finite, NO_TOKEN)
 
 

@@ -15,7 +15,7 @@ from numba import int64, njit, prange, void
 from torch import Tensor
 
 from megatron_runtime.model.kernels.compiled import KINDS, Kernel, as_array, compile_kernel, narrowed, scalar, widen
-from megatron_runtime.model.kernels.row_kernels import has_row_kernels
+from megatron_runtime.model.kernels.row_kernels import has_cpu_row_kernels
 from megatron_runtime.model.kernels.threads import kernel_threads
 
 TILE = 8
@@ -36,7 +36,7 @@ def absorb(queries: Tensor, up: Tensor, latents: Tensor) -> None:
     heads, rank = up.shape[0], up.shape[2]
     rotated = latents.shape[2] - rank
     width = queries.shape[2] - rotated
-    if has_row_kernels(queries):
+    if has_cpu_row_kernels(queries):
         kernel = _absorb_kernel(queries.dtype is torch.bfloat16)
         kernel(as_array(queries), as_array(up), as_array(latents), width, _shares(len(queries), heads))
         return
@@ -48,7 +48,7 @@ def expand(seen: Tensor, up: Tensor, width: int) -> Tensor:
 
     ``up`` is as in `absorb`.
     """
-    if not has_row_kernels(seen):
+    if not has_cpu_row_kernels(seen):
         return torch.einsum("thr,hvr->thv", seen, up[:, -width:])
     values = seen.new_empty(len(seen), up.shape[0], width)
     kernel = _expand_kernel(seen.dtype is torch.bfloat16)

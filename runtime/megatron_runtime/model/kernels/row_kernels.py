@@ -22,14 +22,24 @@ from megatron_runtime.model.kernels.compiled import (
     scalar,
     widen,
 )
+from megatron_runtime.model.kernels.triton_support import has_triton
 
+GPU_KINDS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+"""The dtypes of the kernels for GPUs."""
 WORTH_SHARING = 1 << 17
 """Number of elements above which a second thread pays off."""
 
 
-def has_row_kernels(tensor: Tensor) -> bool:
-    """Whether these kernels support the dtype and device of this tensor."""
+def has_cpu_row_kernels(tensor: Tensor) -> bool:
+    """Whether the compiled kernels support the dtype and device of this tensor."""
     return tensor.device.type == "cpu" and tensor.dtype in KINDS
+
+
+def has_row_kernels(tensor: Tensor) -> bool:
+    """The same for the operations of this module, which have kernels for GPUs too."""
+    if tensor.device.type == "cuda":
+        return has_triton() and tensor.dtype in GPU_KINDS
+    return has_cpu_row_kernels(tensor)
 
 
 def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -38,6 +48,10 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     The quotient is rounded to the type of ``rows`` before the multiplication with the weight, as in the training of the
     models.
     """
+    if rows.device.type == "cuda":
+        from megatron_runtime.gpu import rows as gpu_rows  # Triton is not needed on other devices.
+
+        return gpu_rows.rms_norm(rows, weight, eps)
     inputs = rows.contiguous()
     outputs = torch.empty_like(inputs)
     arrays = (as_array(part.view(-1, len(weight))) for part in (inputs, outputs))
@@ -48,6 +62,10 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def gated_silu(gate_and_up: Tensor) -> Tensor:
     """``silu(gate) * up``: [T, 2 * size], gates first, to [T, size]."""
+    if gate_and_up.device.type == "cuda":
+        from megatron_runtime.gpu import rows as gpu_rows
+
+        return gpu_rows.gated_silu(gate_and_up)
     outputs = gate_and_up.new_empty(len(gate_and_up), gate_and_up.shape[1] // 2)
     kernel = _gated_silu_kernel(gate_and_up.dtype is torch.bfloat16, outputs.numel() >= WORTH_SHARING)
     kernel(as_array(gate_and_up), as_array(outputs), even_shares(len(outputs)))

@@ -1,0 +1,137 @@
+"""The memory that the largest pass needs, measured before the KV cache gets the rest.
+
+The measurement reads the counters of PyTorch's allocator and of the driver. No test covers these two readings, which
+need a GPU; the pass itself runs on any device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from megatron_runtime.config import CUDA_SHARE, InferenceConfig
+from megatron_runtime.engine.context import LogProbRows
+from megatron_runtime.engine.context_limits import ContextLimits
+from megatron_runtime.engine.sampling.exponential_noise import noise_keys
+from megatron_runtime.engine.sampling.filters.truncations import TopP
+from megatron_runtime.engine.sampling.sampling_table import SamplingRules
+from megatron_runtime.engine.text_generation_controller import TextGenerationController
+from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.model.device_memory import format_gibibytes, naming_device_memory
+from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.kv_cache import KVCache
+from megatron_runtime.model.routing_tape import RoutingTape
+
+_ANY_SIZE = 2**60
+_TOP_N = 20
+
+
+def measure_kv_cache_memory(controller: TextGenerationController, config: InferenceConfig) -> int:
+    """Bytes for the KV cache of this rank: 0.9 of what its weights and the largest pass leave of its GPU.
+
+    All ranks of a replica group call this together, because a pass of one needs the others.
+
+    Raises:
+        ConfigurationError: Too little is left; names the sizes and the remedy.
+    """
+    device = controller.model.device
+    limits = largest_limits(controller, config)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    with naming_device_memory("in a pass of the largest size", device):
+        run_largest_pass(controller, limits, records_routing=config.moe_enable_routing_replay)
+    torch.cuda.synchronize(device)
+    largest = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return share_for_kv_cache(free, total, largest)
+
+
+def share_for_kv_cache(free: int, total: int, largest_pass: int) -> int:
+    """The bytes for the KV cache, from the free and the total bytes of a GPU with the weights on it.
+
+    Raises:
+        ConfigurationError: Nothing is left.
+    """
+    left = int((free - largest_pass) * CUDA_SHARE)
+    if left <= 0:
+        raise ConfigurationError(
+            f"--kv-cache-memory: nothing is left for the KV cache: of the GPU's {format_gibibytes(total)}, weights and "
+            f"other programs use {format_gibibytes(total - free)}, and the largest pass needs "
+            f"{format_gibibytes(largest_pass)}; use a smaller --dtype, a lower --max-requests, more ranks with "
+            "--tensor-parallel or --pipeline-parallel, or a GPU with more memory",
+            field="kv_cache_memory_bytes",
+        )
+    return left
+
+
+def largest_limits(controller: TextGenerationController, config: InferenceConfig) -> ContextLimits:
+    """The limits of a pass if the KV cache is no limit."""
+    model = controller.model
+    return ContextLimits.derive(
+        model.shard.largest_cache_config,
+        replace(config, kv_cache_memory_bytes=_ANY_SIZE),
+        dtype=model.dtype,
+        device_type=model.device.type,
+    )
+
+
+@torch.inference_mode()
+def run_largest_pass(
+    controller: TextGenerationController, limits: ContextLimits, *, records_routing: bool = False
+) -> None:
+    """Run a pass with as many requests and tokens as the limits allow, and sample with all features.
+
+    All but one request have one token. The other one has the rest of the tokens, at the end of the longest context.
+    All of them share a few blocks, so the pass needs no KV cache of its size. Log probabilities of whole prompts, and
+    the copies of keys and values that attention in plain PyTorch makes of many long contexts, are not included.
+    """
+    model = controller.model
+    blocks = -(-limits.max_tokens // limits.block_size_tokens)
+    cache = KVCache(model.shard.cache_config, min(blocks, 64), limits.block_size_tokens, model.dtype, model.device)
+    batch = _largest_batch(limits, cache.num_blocks, model.device)
+    tape = RoutingTape() if records_routing else None
+    if not model.ranks.position.samples:
+        model(batch, cache, tape)
+        return
+    rows = len(batch.logit_rows)
+    rules = SamplingRules(
+        temperature=np.ones(rows, np.float32),
+        keys=noise_keys(np.arange(rows, dtype=np.uint64), np.zeros(rows, np.int64)),
+        # So much of the probability that all tokens have to be ranked.
+        truncations=(TopP.of(np.full(rows, 0.999, np.float32)),),
+    )
+    every = torch.arange(rows, device=model.device)
+    wanted = LogProbRows(
+        rows=every, targets=torch.zeros_like(every), sampled=every, top_n=min(_TOP_N, model.config.vocab_size)
+    )
+    controller.run(batch, cache, rules, None, wanted, tape)
+
+
+def _largest_batch(limits: ContextLimits, num_blocks: int, device: torch.device) -> ForwardBatch:
+    requests = limits.max_requests
+    longest = min(limits.max_tokens - requests + 1, limits.max_sequence_length)
+    lengths = np.ones(requests, np.int64)
+    lengths[-1] = longest
+    contexts = np.ones(requests, np.int64)
+    contexts[-1] = limits.max_sequence_length
+    query_starts = np.concatenate(([0], lengths.cumsum()))
+    positions = np.concatenate(
+        (np.zeros(requests - 1, np.int64), np.arange(limits.max_sequence_length - longest, limits.max_sequence_length))
+    )
+    tables = np.tile(np.arange(limits.max_blocks_per_sequence) % num_blocks, (requests, 1))
+    tables[np.arange(tables.shape[1]) >= -(-contexts[:, None] // limits.block_size_tokens)] = 0
+    blocks = positions // limits.block_size_tokens % num_blocks
+    arrays = {
+        "tokens": np.zeros(len(positions), np.int64),
+        "positions": positions,
+        "slots": blocks * limits.block_size_tokens + positions % limits.block_size_tokens,
+        "query_starts": query_starts.astype(np.int32),
+        "context_lengths": contexts.astype(np.int32),
+        "block_tables": tables.astype(np.int32),
+        "logit_rows": query_starts[1:] - 1,
+    }
+    return ForwardBatch(**{name: torch.from_numpy(values).to(device) for name, values in arrays.items()})

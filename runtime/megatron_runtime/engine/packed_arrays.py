@@ -1,0 +1,36 @@
+"""Arrays of the host on a device, by one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_ALIGNMENT = 16
+"""Bytes; kernels load from addresses that are multiples of it."""
+
+
+def on_device(arrays: Mapping[str, NDArray[np.generic]], device: torch.device) -> dict[str, Tensor]:
+    """The arrays as tensors on ``device``; on a CPU they share the memory.
+
+    A GPU gets all of them by one copy from pinned memory, for which the host does not wait. The buffer is new each
+    time: PyTorch reuses the memory of one only after the copy from it has ended.
+    """
+    if device.type == "cpu":
+        return {name: torch.from_numpy(values) for name, values in arrays.items()}
+    starts, size = [], 0
+    for values in arrays.values():
+        starts.append(size)
+        size += -(-values.nbytes // _ALIGNMENT) * _ALIGNMENT
+    packed = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    target = packed.numpy()
+    for start, values in zip(starts, arrays.values(), strict=True):
+        target[start : start + values.nbytes] = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+    copied = packed.to(device, non_blocking=True)
+    return {
+        name: copied[start : start + values.nbytes].view(torch.from_numpy(values[:0]).dtype).view(values.shape)
+        for start, (name, values) in zip(starts, arrays.items(), strict=True)
+    }

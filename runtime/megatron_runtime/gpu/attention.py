@@ -1,0 +1,214 @@
+"""Attention of a flat batch over a paged cache, and the choice of tile sizes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_runtime.gpu.attention_kernels import attend_splits, attend_tiles, merge_splits, rotate_and_store
+from megatron_runtime.gpu.launch import capability, launch, power_of_two
+
+SPLIT = 512
+"""Tokens of a context that one program processes for a single query. Fixed: the sums of a query, and so its bits, would
+otherwise depend on the number of other requests."""
+SMALLEST_DOT = 16
+"""Fewest rows of a matrix product of Triton."""
+WIDEST = 256
+"""Most channels of a head."""
+HEADS_TOGETHER = 8
+"""Heads that one program rotates."""
+
+
+@dataclass(frozen=True)
+class TileSizes:
+    """Sizes of one kernel on one generation of GPUs; the tests compile with them and count registers."""
+
+    rows: int
+    """Queries times heads of a key head."""
+    keys: int
+    warps: int
+    stages: int
+
+
+def tile_sizes(capability: int, width: int, element_bytes: int) -> TileSizes:
+    """For `attend_tiles`, by compute capability and padded width of a head.
+
+    Chosen so that nothing spills to local memory; how fast they are is unknown.
+    """
+    if element_bytes == 4:
+        return TileSizes(rows=32, keys=32, warps=4, stages=1) if width <= 128 else TileSizes(16, 16, 4, 1)
+    if capability < 90:
+        return TileSizes(rows=64, keys=32, warps=4, stages=2) if width <= 128 else TileSizes(64, 32, 8, 2)
+    return TileSizes(rows=64, keys=64, warps=4, stages=2) if width <= 128 else TileSizes(64, 32, 8, 2)
+
+
+def split_sizes(capability: int, width: int, element_bytes: int) -> TileSizes:
+    """For `attend_splits`; ``rows`` is the least number of padded heads."""
+    del capability
+    keys = 64 if width <= 128 and element_bytes == 2 else 32
+    return TileSizes(rows=SMALLEST_DOT, keys=keys, warps=4, stages=2 if element_bytes == 2 else 1)
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """The tables of a flat batch of T tokens from R requests, as in ForwardBatch, on the device."""
+
+    slots: Tensor
+    """int64 [T]; a negative one is of a row of padding, whose key and value are not stored."""
+    query_starts: Tensor
+    """int32 [R + 1]."""
+    context_lengths: Tensor
+    """int32 [R]."""
+    block_tables: Tensor
+    """int32 [R, blocks]."""
+
+
+def can_attend(num_arrays: int, width: int, dtype: torch.dtype) -> bool:
+    """Whether these kernels support a cache of as many arrays a layer, of this width and type."""
+    return num_arrays == 2 and width <= WIDEST and dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
+def attend(
+    heads: Tensor,
+    rotation: tuple[Tensor, Tensor] | None,
+    cache: tuple[Tensor, ...],
+    batch: PagedBatch,
+    window: int | None,
+    soft_cap: float | None,
+) -> Tensor:
+    """Write new keys and values into the cache, and return what the queries see: [T, query heads, width].
+
+    Launches 2 kernels for a batch of single tokens whose contexts fit SPLIT tokens, 3 for other batches of single
+    tokens, and 4 for batches with prompts. Nothing waits for the device, and no table is copied.
+
+    Args:
+        heads: [T, query heads + 2 * key heads, width], contiguous.
+        rotation: Cosines and sines [T, 1, rotated channels] in the type of the heads.
+        cache: Keys and values, each [blocks, key heads, tokens of a block, width], with equal strides.
+        batch: The tables.
+        window: Most tokens that a query sees, its own included; None: all.
+        soft_cap: As in AttentionPlan.
+    """
+    queries = _rotate_and_store(heads, rotation, cache, batch.slots)
+    output = torch.empty_like(queries)
+    if len(queries) > len(batch.context_lengths):
+        _attend_tiles(output, queries, cache, batch, window, soft_cap)
+    _attend_splits(output, queries, cache, batch, window, soft_cap)
+    return output
+
+
+def _rotate_and_store(
+    heads: Tensor, rotation: tuple[Tensor, Tensor] | None, cache: tuple[Tensor, ...], slots: Tensor
+) -> Tensor:
+    keys, values = cache
+    kv_heads, page, width = keys.shape[1:]
+    query_heads = heads.shape[1] - 2 * kv_heads
+    queries = heads.new_empty(len(heads), query_heads, width)
+    cosines, sines = (heads, heads) if rotation is None else rotation
+    launch(
+        rotate_and_store,
+        (len(heads), -(-heads.shape[1] // HEADS_TOGETHER)),
+        (queries, heads, cosines, sines, slots, keys, values, keys.stride(0), keys.stride(1)),
+        QUERY_HEADS=query_heads,
+        KV_HEADS=kv_heads,
+        WIDTH=width,
+        WIDTH_PAD=power_of_two(width),
+        TURNED=0 if rotation is None else cosines.shape[-1],
+        PAGE=page,
+        BLOCK_H=HEADS_TOGETHER,
+    )
+    return queries
+
+
+def _attend_tiles(
+    output: Tensor,
+    queries: Tensor,
+    cache: tuple[Tensor, ...],
+    batch: PagedBatch,
+    window: int | None,
+    soft_cap: float | None,
+) -> None:
+    keys, values = cache
+    kv_heads, page, width = keys.shape[1:]
+    heads, requests = queries.shape[1], len(batch.context_lengths)
+    group = power_of_two(heads // kv_heads)
+    sizes = tile_sizes(capability(queries), power_of_two(width), queries.element_size())
+    block_q = max(sizes.rows // group, 1)
+    launch(
+        attend_tiles,
+        (len(queries) // block_q + requests, kv_heads),
+        (
+            *(output, queries, keys, values, batch.block_tables, batch.query_starts, batch.context_lengths, requests),
+            *(1 / math.sqrt(width), window or 0, soft_cap or 0.0),
+            *(keys.stride(0), keys.stride(1), batch.block_tables.stride(0)),
+        ),
+        **_constants(heads, width, page, window),
+        GROUP=heads // kv_heads,
+        GROUP_PAD=group,
+        BLOCK_Q=block_q,
+        BLOCK_N=sizes.keys,
+        CAPPED=soft_cap is not None,
+        num_warps=sizes.warps,
+        num_stages=sizes.stages,
+    )
+
+
+def _attend_splits(
+    output: Tensor,
+    queries: Tensor,
+    cache: tuple[Tensor, ...],
+    batch: PagedBatch,
+    window: int | None,
+    soft_cap: float | None,
+) -> None:
+    keys, values = cache
+    kv_heads, page, width = keys.shape[1:]
+    heads, requests = queries.shape[1], len(batch.context_lengths)
+    splits = -(-batch.block_tables.shape[1] * page // SPLIT)
+    sizes = split_sizes(capability(queries), power_of_two(width), queries.element_size())
+    partial, log_sums = output, output
+    if splits > 1:
+        partial = torch.empty(requests, heads, splits, width, dtype=torch.float32, device=output.device)
+        log_sums = torch.empty(requests, heads, splits, dtype=torch.float32, device=output.device)
+    constants = _constants(heads, width, page, window)
+    launch(
+        attend_splits,
+        (requests, kv_heads, splits),
+        (
+            *(output, partial, log_sums, queries, keys, values),
+            *(batch.block_tables, batch.query_starts, batch.context_lengths),
+            *(1 / math.sqrt(width), window or 0, soft_cap or 0.0),
+            *(keys.stride(0), keys.stride(1), batch.block_tables.stride(0), splits),
+        ),
+        **constants,
+        GROUP=heads // kv_heads,
+        GROUP_PAD=max(power_of_two(heads // kv_heads), sizes.rows),
+        SPLIT=SPLIT,
+        BLOCK_N=sizes.keys,
+        CAPPED=soft_cap is not None,
+        IS_WHOLE=splits == 1,
+        num_warps=sizes.warps,
+        num_stages=sizes.stages,
+    )
+    if splits > 1:
+        del constants["PAGE"]
+        launch(
+            merge_splits,
+            (requests, heads),
+            (output, partial, log_sums, batch.query_starts, batch.context_lengths, window or 0, splits),
+            **constants,
+            SPLIT=SPLIT,
+        )
+
+
+def _constants(heads: int, width: int, page: int, window: int | None) -> dict[str, int | bool]:
+    return {
+        "HEADS": heads,
+        "WIDTH": width,
+        "WIDTH_PAD": max(power_of_two(width), SMALLEST_DOT),
+        "PAGE": page,
+        "WINDOWED": window is not None,
+    }

@@ -1,0 +1,247 @@
+"""Attention over a paged cache: many queries of a request in tiles, or one query of a request in splits of its context.
+
+Both compute the softmax block by block (Dao et al., FlashAttention; Milakov and Gimelshein). The keys are visited in
+blocks that begin at multiples of BLOCK_N, and a block that a query does not see leaves its sums unchanged, so the sums
+of a query depend on its own context alone: neither on the other queries of its tile nor on other requests.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def limited(scores, scale, soft_cap, CAPPED: tl.constexpr):
+    """Scores for a softmax to the base of 2."""
+    if CAPPED:
+        # tanh, without an overflow: the exponential of a large number is infinite, and the quotient is 0.
+        turned = 2.0 * scores * scale / soft_cap
+        return soft_cap * (1.0 - 2.0 / (tl.exp(turned) + 1.0)) * LOG2_E
+    return scores * (scale * LOG2_E)
+
+
+@triton.jit
+def softmax_step(top, total, summed, scores, values):
+    """Add a block of keys to the largest score, the sum of weights, and the weighted sum of values of each query."""
+    highest = tl.maximum(top, tl.max(scores, 1))
+    # Without a visible key so far, minus infinity minus minus infinity would be no number.
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    weights = tl.exp2(scores - base[:, None])
+    kept = tl.exp2(top - base)
+    total = total * kept + tl.sum(weights, 1)
+    summed = summed * kept[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return highest, total, summed
+
+
+@triton.jit
+def no_keys(ROWS: tl.constexpr, WIDTH_PAD: tl.constexpr):
+    """The state of `softmax_step` before the first block."""
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    return top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDTH_PAD], tl.float32)
+
+
+@triton.jit
+def block_addresses(table, key, inside, channel, head_offset, block_stride, PAGE: tl.constexpr, WIDTH: tl.constexpr):
+    """Offsets of keys, or values, in the cache, and which of them exist: [keys, channels].
+
+    ``table`` is the request's row of the block tables, ``head_offset`` the offset of the head in a block.
+    """
+    block = tl.load(table + key // PAGE, mask=inside, other=0).to(tl.int64)
+    start = block * block_stride + head_offset + (key % PAGE) * WIDTH
+    return start[:, None] + channel[None, :], inside[:, None] & (channel < WIDTH)[None, :]
+
+
+@triton.jit
+def request_of_tile(query_starts, tile, num_requests, BLOCK_Q: tl.constexpr):
+    """The request of a tile. The tiles of request r begin at ``query_starts[r] // BLOCK_Q + r``, which leaves room for
+    all of them without a table."""
+    low = 0
+    high = num_requests
+    while low < high:
+        middle = (low + high) // 2
+        begins = tl.load(query_starts + middle) // BLOCK_Q + middle
+        low = tl.where(begins <= tile, middle + 1, low)
+        high = tl.where(begins <= tile, high, middle)
+    return low - 1
+
+
+@triton.jit
+def attend_tiles(
+    output, queries, keys, values, block_tables, query_starts, context_lengths, num_requests, scale, window,
+    soft_cap, block_stride, head_stride, table_stride,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Requests with more than one new token: BLOCK_Q queries of the heads of a key head in each program.
+
+    ``queries`` and ``output`` are [T, HEADS, WIDTH]. Grid: [T // BLOCK_Q + requests, key heads].
+    """
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    request = request_of_tile(query_starts, tile, num_requests, BLOCK_Q)
+    start = tl.load(query_starts + request)
+    count = tl.load(query_starts + request + 1) - start
+    first = (tile - start // BLOCK_Q - request) * BLOCK_Q
+    if count == 1 or first >= count:
+        return
+    context = tl.load(context_lengths + request)
+    places = tl.arange(0, BLOCK_Q * GROUP_PAD)
+    row = first + places // GROUP_PAD
+    member = places % GROUP_PAD
+    channel = tl.arange(0, WIDTH_PAD)
+    exists = ((row < count) & (member < GROUP))[:, None] & (channel < WIDTH)[None, :]
+    address = ((start + row).to(tl.int64) * HEADS + kv_head * GROUP + member)[:, None] * WIDTH + channel[None, :]
+    mine = tl.load(queries + address, mask=exists, other=0.0)
+    position = context - count + row
+    top, total, summed = no_keys(BLOCK_Q * GROUP_PAD, WIDTH_PAD)
+    end = tl.minimum(context, context - count + first + BLOCK_Q)
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(0, context - count + first - window + 1) // BLOCK_N * BLOCK_N
+    table = block_tables + request.to(tl.int64) * table_stride
+    for block in range(begin, end, BLOCK_N):
+        key = block + tl.arange(0, BLOCK_N)
+        inside = key < end
+        at, present = block_addresses(table, key, inside, channel, kv_head * head_stride, block_stride, PAGE, WIDTH)
+        block_keys = tl.load(keys + at, mask=present, other=0.0)
+        scores = limited(tl.dot(mine, tl.trans(block_keys), input_precision="ieee"), scale, soft_cap, CAPPED)
+        seen = inside[None, :] & (key[None, :] <= position[:, None])
+        if WINDOWED:
+            seen = seen & (key[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+        block_values = tl.load(values + at, mask=present, other=0.0)
+        top, total, summed = softmax_step(top, total, summed, scores, block_values)
+    # Rows beyond the request's see no key; they are not stored.
+    mean = summed / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(output + address, mean.to(output.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def attend_splits(
+    output, partial, log_sums, queries, keys, values, block_tables, query_starts, context_lengths, scale, window,
+    soft_cap, block_stride, head_stride, table_stride, num_splits,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Requests with one new token: the heads of a key head, over SPLIT tokens of the context, in each program.
+
+    Writes ``partial``, float32 [requests, HEADS, num_splits, WIDTH], and binary logarithms of the sums of weights; or
+    ``output`` if IS_WHOLE, where every context fits one split. Grid: [requests, key heads, num_splits].
+    """
+    request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(query_starts + request)
+    if tl.load(query_starts + request + 1) - start != 1:
+        return
+    context = tl.load(context_lengths + request)
+    begin = split * SPLIT
+    end = tl.minimum(context, begin + SPLIT)
+    if WINDOWED:
+        begin = tl.maximum(begin, tl.maximum(context - window, 0) // BLOCK_N * BLOCK_N)
+    if begin >= end:
+        return
+    member, channel = tl.arange(0, GROUP_PAD), tl.arange(0, WIDTH_PAD)
+    exists = (member < GROUP)[:, None] & (channel < WIDTH)[None, :]
+    head = kv_head * GROUP + member
+    address = (start.to(tl.int64) * HEADS + head)[:, None] * WIDTH + channel[None, :]
+    mine = tl.load(queries + address, mask=exists, other=0.0)
+    top, total, summed = no_keys(GROUP_PAD, WIDTH_PAD)
+    table = block_tables + request.to(tl.int64) * table_stride
+    for block in range(begin, end, BLOCK_N):
+        key = block + tl.arange(0, BLOCK_N)
+        inside = key < end
+        at, present = block_addresses(table, key, inside, channel, kv_head * head_stride, block_stride, PAGE, WIDTH)
+        block_keys = tl.load(keys + at, mask=present, other=0.0)
+        scores = limited(tl.dot(mine, tl.trans(block_keys), input_precision="ieee"), scale, soft_cap, CAPPED)
+        seen = inside
+        if WINDOWED:
+            seen = seen & (key >= context - window)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        block_values = tl.load(values + at, mask=present, other=0.0)
+        top, total, summed = softmax_step(top, total, summed, scores, block_values)
+    mean = summed / total[:, None]
+    if IS_WHOLE:
+        tl.store(output + address, mean.to(output.dtype.element_ty), mask=exists)
+    else:
+        place = (request.to(tl.int64) * HEADS + head) * num_splits + split
+        tl.store(partial + place[:, None] * WIDTH + channel[None, :], mean, mask=exists)
+        tl.store(log_sums + place, top + tl.log2(total), mask=member < GROUP)
+
+
+@triton.jit
+def merge_splits(
+    output, partial, log_sums, query_starts, context_lengths, window, num_splits,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """The outputs of `attend_splits`, in the order of the splits. Grid: [requests, HEADS]."""
+    request = tl.program_id(0)
+    head = tl.program_id(1)
+    start = tl.load(query_starts + request)
+    if tl.load(query_starts + request + 1) - start != 1:
+        return
+    context = tl.load(context_lengths + request)
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(context - window, 0) // SPLIT
+    channel = tl.arange(0, WIDTH_PAD)
+    first = (request.to(tl.int64) * HEADS + head) * num_splits
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    summed = tl.zeros([WIDTH_PAD], tl.float32)
+    for split in range(begin, tl.cdiv(context, SPLIT)):
+        log_sum = tl.load(log_sums + first + split)
+        mean = tl.load(partial + (first + split) * WIDTH + channel, mask=channel < WIDTH, other=0.0)
+        highest = tl.maximum(top, log_sum)
+        kept = tl.exp2(top - highest)
+        weight = tl.exp2(log_sum - highest)
+        total = total * kept + weight
+        summed = summed * kept + mean * weight
+        top = highest
+    address = (start.to(tl.int64) * HEADS + head) * WIDTH + channel
+    tl.store(output + address, (summed / total).to(output.dtype.element_ty), mask=channel < WIDTH)
+
+
+@triton.jit
+def rotate_and_store(
+    rotated, heads, cosines, sines, slots, keys, values, block_stride, head_stride,
+    QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
+    TURNED: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Rotate queries and keys, and write keys and values into the cache.
+
+    ``heads`` is [T, QUERY_HEADS + 2 * KV_HEADS, WIDTH]; ``rotated`` gets the queries. The first TURNED channels are
+    rotated, i with i + TURNED / 2; 0: none. A token whose slot is negative is not stored. Grid: [T, heads / BLOCK_H].
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    channel = tl.arange(0, WIDTH_PAD)
+    ALL: tl.constexpr = QUERY_HEADS + 2 * KV_HEADS
+    exists = (head < ALL)[:, None] & (channel < WIDTH)[None, :]
+    source = heads + (token * ALL + head)[:, None] * WIDTH
+    given = tl.load(source + channel[None, :], mask=exists, other=0.0)
+    turned = given
+    if TURNED > 0:
+        HALF: tl.constexpr = TURNED // 2
+        partner = tl.where(channel < HALF, channel + HALF, channel - HALF)
+        is_turned = (channel < TURNED)[None, :] & (head < QUERY_HEADS + KV_HEADS)[:, None]
+        other = tl.load(source + partner[None, :], mask=exists & is_turned, other=0.0).to(tl.float32)
+        cosine = tl.load(cosines + token * TURNED + channel, mask=channel < TURNED, other=1.0).to(tl.float32)
+        sine = tl.load(sines + token * TURNED + channel, mask=channel < TURNED, other=0.0).to(tl.float32)
+        sign = tl.where(channel < HALF, -1.0, 1.0)
+        product = given.to(tl.float32) * cosine[None, :] + other * (sign * sine)[None, :]
+        turned = tl.where(is_turned, product.to(given.dtype), given)
+    is_query = (head < QUERY_HEADS)[:, None]
+    target = rotated + (token * QUERY_HEADS + head)[:, None] * WIDTH + channel[None, :]
+    tl.store(target, turned, mask=exists & is_query)
+    slot = tl.load(slots + token)
+    if slot >= 0:
+        kv_head = (head - QUERY_HEADS) % KV_HEADS
+        at = slot // PAGE * block_stride + kv_head.to(tl.int64) * head_stride + (slot % PAGE) * WIDTH
+        place = at[:, None] + channel[None, :]
+        is_value = (head >= QUERY_HEADS + KV_HEADS)[:, None]
+        tl.store(keys + place, turned.to(keys.dtype.element_ty), mask=exists & ~is_query & ~is_value)
+        tl.store(values + place, given.to(values.dtype.element_ty), mask=exists & is_value)

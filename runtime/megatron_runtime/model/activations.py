@@ -1,0 +1,22 @@
+"""The memory of a pass besides weights and KV cache, estimated from the sizes of the model. Without torch."""
+
+from __future__ import annotations
+
+from megatron_runtime.model.shard import Shard
+
+_RESIDUAL_COPIES = 4
+"""The residual path, its sum with a layer's output, and the input and the output of a layer."""
+
+
+def activation_elements(shard: Shard) -> int:
+    """Elements per token that a rank's widest layer holds at once, beside the residual path: an upper estimate."""
+    config = shard.local
+    heads = config.num_attention_heads + 2 * config.num_kv_heads
+    # The projection, its rotated copy, and the output of the attention.
+    attention = (2 * heads + config.num_attention_heads) * config.head_dim
+    # Gates and values of a feed-forward network, and their product.
+    widths = [3 * len(shard.channels)]
+    if config.experts is not None:
+        inner = 3 * len(shard.expert_channels(config.experts)) + 3 * config.hidden_size
+        widths.append(config.experts.per_token * inner)
+    return _RESIDUAL_COPIES * config.hidden_size + max(attention, *widths)

@@ -1,0 +1,91 @@
+"""The pass that a GPU's memory is measured with, and what its size leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_runtime.config import InferenceConfig
+from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.engine.largest_pass import largest_limits, run_largest_pass, share_for_kv_cache
+from megatron_runtime.engine.text_generation_controller import TextGenerationController
+from megatron_runtime.errors import ConfigurationError, EngineError
+from megatron_runtime.inference_request import Status
+from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.sampling_params import SamplingParams
+
+
+def test_the_largest_pass_has_as_many_tokens_and_requests_as_the_limits_allow(
+    tiny_model: Decoder, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = TextGenerationController(tiny_model, byte_tokenizer)
+    config = InferenceConfig(max_tokens=96, max_requests=7, max_sequence_length=128, block_size_tokens=4)
+    limits = largest_limits(controller, config)
+    seen: list[Any] = []
+    run = controller.run
+
+    def noting(*arguments: Any) -> Any:
+        seen.append((arguments, run(*arguments)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(controller, "run", noting)
+    run_largest_pass(controller, limits)
+    ((batch, cache, rules, _, wanted, _), output) = seen[0]
+    assert (len(batch.tokens), len(batch.logit_rows), batch.context_lengths.tolist()) == (96, 7, [*[1] * 6, 128])
+    assert cache.num_blocks < -(-128 // 4)
+    assert int(batch.block_tables.max()) < cache.num_blocks
+    assert torch.equal(batch.slots // 4, torch.cat((torch.zeros(6), torch.arange(38, 128) // 4 % cache.num_blocks)))
+    assert (rules.ranks.all(), wanted.top_n, len(output.log_probs.chosen)) == (True, 20, 7)
+
+
+@pytest.mark.parametrize(("tokens", "requests", "length"), [(8, 8, 512), (512, 1, 16), (512, 40, 512)])
+def test_the_largest_pass_is_possible_with_any_limits(
+    tiny_model: Decoder, byte_tokenizer: Tokenizer, tokens: int, requests: int, length: int
+) -> None:
+    controller = TextGenerationController(tiny_model, byte_tokenizer)
+    config = InferenceConfig(max_tokens=tokens, max_requests=requests, max_sequence_length=length)
+    run_largest_pass(controller, largest_limits(controller, config))
+
+
+def test_the_kv_cache_gets_nine_tenths_of_the_rest() -> None:
+    assert share_for_kv_cache(free=70 * 2**30, total=80 * 2**30, largest_pass=10 * 2**30) == 54 * 2**30
+    words = r"of the GPU's 80 GiB, .* use 78 GiB, and the largest pass needs 2.5 GiB; use a smaller --dtype"
+    with pytest.raises(ConfigurationError, match=words):
+        share_for_kv_cache(free=2 * 2**30, total=80 * 2**30, largest_pass=5 * 2**29)
+
+
+@pytest.mark.parametrize("scores_prompt", [False, True])
+def test_a_pass_that_runs_out_of_memory_ends_its_largest_requests_alone(
+    tiny_model: Decoder, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, scores_prompt: bool
+) -> None:
+    engine = DynamicInferenceEngine.build(tiny_model, byte_tokenizer, InferenceConfig(kv_cache_memory_bytes=1 << 20))
+    run = engine.controller.run
+
+    def failing(*arguments: Any) -> Any:
+        if len(arguments[0].tokens) > 20:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0")
+        return run(*arguments)
+
+    monkeypatch.setattr(engine.controller, "run", failing)
+    greedy = SamplingParams(temperature=0.0, num_tokens_to_generate=4, ignore_eos=True)
+    small = engine.add_request(1, [65] * 4, greedy)
+    large = engine.add_request(
+        2, [66] * 30, dataclasses.replace(greedy, return_log_probs=scores_prompt, skip_prompt_log_probs=False)
+    )
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+        engine.check_integrity()
+    failed = large.result(timeout=0)[-1]
+    assert failed.status is Status.FAILED
+    (error,) = (event.payload for event in failed.events if event.type.is_error)
+    assert isinstance(error, EngineError)
+    assert str(error).startswith("cpu ran out of memory in a pass of 34 tokens (CUDA out of memory); lower --kv-cache")
+    assert (small.result(timeout=0)[-1].status is Status.COMPLETED) == scores_prompt
+    after = engine.add_request(3, [65] * 4, greedy)
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    assert len(after.result(timeout=0)[-1].generated_tokens) == 4

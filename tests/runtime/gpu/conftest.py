@@ -1,0 +1,57 @@
+"""Kernels run in Triton's interpreter here, on CPU tensors; without Triton these tests are skipped."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+# Read by Triton when a kernel is defined.
+os.environ["TRITON_INTERPRET"] = "1"
+
+HERE = Path(__file__).parent
+if str(HERE) not in sys.path:
+    sys.path.append(str(HERE))  # for gpu_support; pytest's importlib mode does not add it
+
+
+class SkippedModule(pytest.Module):
+    """A file whose imports need Triton."""
+
+    def collect(self) -> list[pytest.Item | pytest.Collector]:
+        """Skips the file."""
+        pytest.skip("Triton is not installed; make dev installs it", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Skip the files of this folder without Triton."""
+    if importlib.util.find_spec("triton") is not None or module_path.parent != HERE:
+        return None
+    made: pytest.Module = SkippedModule.from_parent(parent, path=module_path)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def interpreted_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tile sizes of a GPU of compute capability 9.0; integers may overflow, as they do in a hash."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr("megatron_runtime.gpu.launch._capability", lambda _: 90)
+    with np.errstate(over="ignore"):
+        yield
+
+
+@pytest.fixture(scope="session")
+def device_guard(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The part of the pretended device in C++; skips the tests that use it without a compiler."""
+    from gpu_support.pretended import load_device_guard
+
+    try:
+        load_device_guard(tmp_path_factory.mktemp("guard"))
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"the pretended device needs a C++ compiler: {error}")

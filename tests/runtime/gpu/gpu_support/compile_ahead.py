@@ -1,0 +1,127 @@
+"""Compiles the kernels for three generations of GPUs without one, and reports what their programs need.
+
+A process of its own, because the tests interpret the kernels: ``python compile_ahead.py``. It prints a JSON object of
+the registers, the bytes of local memory (spills), and the bytes of shared memory of each kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from megatron_runtime.gpu import attention, attention_kernels, row_kernels, rows, sampling, sampling_kernels
+
+CAPABILITIES = (80, 90, 100)
+FLOATS = {"scale": "fp32", "soft_cap": "fp32", "eps": "fp32", "multiplier": "fp32"}
+STRIDES = ("block_stride", "head_stride", "table_stride")
+RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+
+
+Case = tuple[str, Any, dict[str, Any], dict[str, str], dict[str, int]]
+"""Name, kernel, constants, element types of its pointers, and options, as the engine launches them."""
+
+
+def attention_cases(capability: int) -> Iterator[Case]:
+    """The kernels of attention, at the sizes of an 8B model and of wider heads."""
+    for width in (128, 256):
+        common = {"HEADS": 32, "WIDTH": width, "WIDTH_PAD": width, "PAGE": 16, "WINDOWED": False}
+        tiles, splits = (sizes(capability, width, 2) for sizes in (attention.tile_sizes, attention.split_sizes))
+        group = {"GROUP": 4, "GROUP_PAD": 4, "CAPPED": False}
+        pointers = dict.fromkeys(("output", "queries", "keys", "values"), "bf16") | {"slots": "i64"}
+        yield (
+            f"attend_tiles {width}",
+            attention_kernels.attend_tiles,
+            common | group | {"BLOCK_Q": tiles.rows // 4, "BLOCK_N": tiles.keys},
+            pointers,
+            {"num_warps": tiles.warps, "num_stages": tiles.stages},
+        )
+        yield (
+            f"attend_splits {width}",
+            attention_kernels.attend_splits,
+            common
+            | group
+            | {"GROUP_PAD": splits.rows, "BLOCK_N": splits.keys, "SPLIT": attention.SPLIT, "IS_WHOLE": False},
+            pointers | {"partial": "fp32", "log_sums": "fp32"},
+            {"num_warps": splits.warps, "num_stages": splits.stages},
+        )
+    merge = {"HEADS": 32, "WIDTH": 128, "WIDTH_PAD": 128, "SPLIT": attention.SPLIT, "WINDOWED": True}
+    pointers = {"output": "bf16", "partial": "fp32", "log_sums": "fp32"}
+    yield "merge_splits", attention_kernels.merge_splits, merge, pointers, {"num_warps": 4}
+    rotate = {"QUERY_HEADS": 32, "KV_HEADS": 8, "WIDTH": 128, "WIDTH_PAD": 128, "TURNED": 128, "PAGE": 16, "BLOCK_H": 8}
+    pointers = dict.fromkeys(("rotated", "heads", "cosines", "sines", "keys", "values"), "bf16") | {"slots": "i64"}
+    yield "rotate_and_store", attention_kernels.rotate_and_store, rotate, pointers, {"num_warps": 4}
+
+
+def row_cases() -> Iterator[Case]:
+    """The same for operations on rows, at the sizes of an 8B model."""
+    norm = {"SIZE": 4096, "SIZE_PAD": 4096}
+    pointers = dict.fromkeys(("output", "rows", "weight"), "bf16")
+    yield "normalize_rows", row_kernels.normalize_rows, norm, pointers, {"num_warps": rows.warps_for(4096)}
+    gate = {"SIZE": 14336, "BLOCK": rows.GATE_BLOCK}
+    pointers = dict.fromkeys(("output", "gates_and_values"), "bf16")
+    yield "gate_rows", row_kernels.gate_rows, gate, pointers, {"num_warps": 4}
+    pointers = dict.fromkeys(("best", "logits", "tops", "temperatures", "leasts"), "fp32")
+    pointers |= {"places": "i32", "lows": "i32", "highs": "i32", "rows": "i64", "tokens": "i64"}
+    race = {"PART": sampling.PART, "BLOCK": 32, "STREAM": 0x5BD1E995}
+    yield "race_tokens", sampling_kernels.race_tokens, race, pointers, {"num_warps": sampling.WARPS}
+    yield "finish_race", sampling_kernels.finish_race, {"PARTS": 32}, pointers, {"num_warps": 1}
+
+
+def compiled(
+    kernel: Any, constants: dict[str, Any], pointers: dict[str, str], options: dict[str, int], arch: int
+) -> Any:
+    """The kernel for GPUs of a compute capability, with pointers and strides that are multiples of 16."""
+    signature, aligned = {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        kind = "i32"
+        if name in constants:
+            kind = "constexpr"
+        elif name in pointers:
+            kind = f"*{pointers[name]}"
+        elif name in FLOATS:
+            kind = FLOATS[name]
+        elif name in ("block_tables", "query_starts", "context_lengths"):
+            kind = "*i32"
+        if kind.startswith("*") or name in STRIDES:
+            aligned[(place,)] = [["tt.divisibility", 16]]
+        signature[name] = kind
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and bytes of local and of shared memory."""
+    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [program, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = RESOURCES.search(text)
+    assert found is not None, text
+    registers, stack, shared, local = map(int, found.groups())
+    return {"registers": registers, "spilled": stack + local, "shared": shared}
+
+
+def main() -> None:
+    """Compile all and print the result."""
+    found = {}
+    for arch in CAPABILITIES:
+        for name, kernel, constants, pointers, options in (*attention_cases(arch), *row_cases()):
+            made = compiled(kernel, constants, pointers, options, arch)
+            found[f"sm_{arch} {name}"] = resources(made.asm["cubin"]) | {"shared": made.metadata.shared}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

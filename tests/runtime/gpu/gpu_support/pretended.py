@@ -1,0 +1,253 @@
+"""Tensors that say they are on cuda:0 and are computed on the CPU, to count what a GPU would have to do.
+
+An operator with tensors of both devices fails, as on a GPU. Launches, waits of the host and copies are counted.
+Streams, speed, and the memory of a device are not represented.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map
+
+DEVICE = torch.device("cuda:0")
+SOURCE = Path(__file__).with_name("device_guard.cpp")
+
+_VIEWS = {
+    *("view", "_unsafe_view", "expand", "slice", "select", "transpose", "t", "permute", "unsqueeze", "squeeze"),
+    *("split", "split_with_sizes", "as_strided", "alias", "detach", "unbind", "unfold", "_reshape_alias", "narrow"),
+    *("lift_fresh", "diagonal", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+}
+"""Operators that start no kernel."""
+_WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2", "equal", "is_nonzero"}
+"""Operators whose result the host has to know."""
+
+
+@dataclass
+class Work:
+    """What the device did, and the lines that asked for it."""
+
+    launches: int = 0
+    kernels: Counter[str] = field(default_factory=Counter)
+    """Those launches that are kernels of this project."""
+    waits: Counter[str] = field(default_factory=Counter)
+    copies: Counter[str] = field(default_factory=Counter)
+    """Copies from unpinned host memory, for which the host waits as well."""
+    pinned_copies: int = 0
+
+
+class PretendedTensor(Tensor):
+    """A tensor on the pretended device; ``content`` is on the CPU."""
+
+    content: Tensor
+    device_: PretendedDevice
+
+    @staticmethod
+    def __new__(cls, content: Tensor, device: PretendedDevice) -> PretendedTensor:
+        """Wrap a tensor of the CPU."""
+        made: PretendedTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            content.size(),
+            strides=content.stride(),
+            storage_offset=content.storage_offset(),
+            dtype=content.dtype,
+            device=DEVICE,
+        )
+        made.content, made.device_ = content, device
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Every operator with such a tensor."""
+        del types
+        (device,) = {each.device_ for each in tree_flatten((args, kwargs or {}))[0] if isinstance(each, cls)}
+        return device.run(func, args, kwargs or {})
+
+    # These do not come to __torch_dispatch__ as one operator.
+
+    def tolist(self) -> Any:
+        """As of a tensor."""
+        self.device_.work.waits[_line()] += 1
+        return self.content.tolist()
+
+    def __getitem__(self, index: Any) -> Any:
+        """As of a tensor."""
+        plain, is_gather = self.device_.index(index)
+        self.device_.work.launches += is_gather
+        with _disable_current_modes():
+            return PretendedTensor(self.content[plain], self.device_)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """As of a tensor."""
+        self.device_.refuse_host([value], "setitem")
+        plain, _ = self.device_.index(index)
+        self.device_.work.launches += 1
+        with _disable_current_modes():
+            self.content[plain] = _content(value)
+
+    def __iter__(self) -> Iterator[Any]:
+        """As of a tensor."""
+        return iter(self.unbind(0))
+
+
+class PretendedDevice(TorchDispatchMode):
+    """The device; while it is active, tensors can be created on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work = Work()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Every operator."""
+        del types
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Compute an operator on the CPU, and count it."""
+        name = func.overloadpacket.__name__
+        flat = tree_flatten((args, kwargs))[0]
+        given = [each for each in flat if isinstance(each, Tensor)]
+        here = any(isinstance(each, PretendedTensor) for each in given)
+        is_made_here = any(isinstance(each, torch.device) and each.type == "cuda" for each in flat)
+        if not here and not is_made_here:
+            is_pinned = kwargs.get("pin_memory") is True  # Pinned memory needs a driver.
+            made = func(*args, **(kwargs | {"pin_memory": False} if is_pinned else kwargs))
+            if is_pinned:
+                made.is_pinned_here = True
+            return made
+        if name in ("_to_copy", "copy_"):
+            return self._copy(func, name, args, kwargs, here)
+        if name != "detach" and func._can_decompose():
+            with self:
+                return func.decompose(*args, **kwargs)
+        if not name.startswith("index") and not name.startswith("_index"):
+            self.refuse_host(given, name)
+        if is_made_here:
+            kwargs = kwargs | {"device": "cpu"}
+        result = func(*tree_map(_content, args), **tree_map(_content, kwargs))
+        self.work.launches += name not in _VIEWS
+        self.work.waits[_line()] += name in _WAITS
+        if name == "_local_scalar_dense":
+            return result
+        if kwargs.get("out") is not None:
+            return kwargs["out"]
+        if name.endswith("_") and not name.startswith("__"):
+            return args[0]
+        return tree_map(lambda each: PretendedTensor(each, self) if isinstance(each, Tensor) else each, result)
+
+    def refuse_host(self, given: Sequence[Any], name: str) -> None:
+        """Raises RuntimeError for a tensor of the host that is no scalar."""
+        if any(isinstance(each, Tensor) and not isinstance(each, PretendedTensor) and each.dim() for each in given):
+            raise RuntimeError(f"{name} has tensors of both devices, at {_line()}")
+
+    def index(self, index: Any) -> tuple[Any, bool]:
+        """An index for the content, and whether it has tensors."""
+        items = index if isinstance(index, tuple) else (index,)
+        found = [each for each in items if isinstance(each, Tensor)]
+        self.work.waits[_line()] += sum(each.dtype is torch.bool for each in found)
+        self.work.copies[_line()] += sum(not isinstance(each, PretendedTensor) for each in found)
+        return tuple(map(_content, items)), bool(found)
+
+    def _copy(self, func: Any, name: str, args: Any, kwargs: Any, here: bool) -> Any:
+        """Between the devices, or to another type."""
+        source = args[1] if name == "copy_" else args[0]
+        if name == "copy_":
+            target_here = isinstance(args[0], PretendedTensor)
+            _content(args[0]).copy_(_content(source))
+        else:
+            wanted = kwargs.get("device")
+            target_here = here if wanted is None else torch.device(wanted).type == "cuda"
+            plain = {key: value for key, value in kwargs.items() if key != "device"}
+            made = func(*tree_map(_content, args), **plain)
+        self._count_copy(isinstance(source, PretendedTensor), target_here, source, kwargs)
+        if name == "copy_":
+            return args[0]
+        return PretendedTensor(made, self) if target_here else made
+
+    def _count_copy(self, source_here: bool, target_here: bool, source: Tensor, kwargs: Any) -> None:
+        if source_here and target_here:
+            self.work.launches += 1
+        elif source_here:
+            self.work.waits[_line()] += 1
+        elif getattr(source, "is_pinned_here", False) and kwargs.get("non_blocking"):
+            self.work.pinned_copies += 1
+        else:
+            self.work.copies[_line()] += 1
+
+
+def _content(each: Any) -> Any:
+    return each.content if isinstance(each, PretendedTensor) else each
+
+
+def _line() -> str:
+    """The line of the runtime that is running."""
+    for frame in reversed(traceback.extract_stack(limit=40)):
+        if "megatron_runtime" in frame.filename:
+            return f"{frame.filename.split('megatron_runtime/')[1]}:{frame.lineno}"
+    return "the test"
+
+
+def load_device_guard(folder: Path) -> None:
+    """Compile and load the part in C++. Raises FileNotFoundError without a compiler."""
+    library = folder / "device_guard.so"
+    home = Path(torch.__file__).parent
+    options = (f"-I{home / 'include'}", f"-L{home / 'lib'}", "-lc10")
+    command = ["c++", "-shared", "-fPIC", "-std=c++20", SOURCE, "-o", library, *options]
+    subprocess.run(command, check=True, capture_output=True)
+    ctypes.CDLL(str(library))
+
+
+@contextmanager
+def pretended_device() -> Iterator[PretendedDevice]:
+    """A device, for the code in this block; kernels of this project run on it in Triton's interpreter."""
+    from megatron_runtime.gpu import launch
+
+    device, plain_tensor, plain_launch = PretendedDevice(), torch.tensor, launch.launch
+
+    def tensor(data: Any, *, device: Any = None, **options: Any) -> Tensor:
+        if device is None or torch.device(device).type != "cuda":
+            return plain_tensor(data, device=device, **options)
+        here.work.copies[_line()] += 1
+        with _disable_current_modes():
+            return PretendedTensor(plain_tensor(data, **options), here)
+
+    def counted_launch(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], **constants: Any) -> None:
+        here.refuse_host(arguments, "launch")
+        here.work.launches += 1
+        here.work.kernels[kernel.fn.__name__] += 1
+        with _disable_current_modes():
+            plain_launch(kernel, grid, [_content(each) for each in arguments], **constants)
+
+    here = device
+    users = [module for module in _kernel_users() if hasattr(module, "launch")]
+    with patch.object(torch, "tensor", tensor), patch.object(torch.cuda, "_lazy_init", lambda: None):
+        replaced = [patch.object(module, "launch", counted_launch) for module in users]
+        for each in replaced:
+            each.start()
+        try:
+            with device:
+                yield device
+        finally:
+            for each in replaced:
+                each.stop()
+
+
+def _kernel_users() -> list[Any]:
+    """The modules that launch kernels."""
+    from megatron_runtime.gpu import attention, rows, sampling
+
+    return [attention, rows, sampling]

@@ -1,0 +1,118 @@
+"""Attention over a paged cache in Triton's interpreter, against float64.
+
+bfloat16 is not tested here: the interpreter multiplies its bits as if they were integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gpu_support.paged import PagedCase
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from megatron_runtime.gpu import attention
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """New memory is NaN, so that a value which no kernel writes is found."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a case: contexts with their new tokens, heads on key heads, width and tokens of a block."""
+
+    lengths: tuple[tuple[int, int], ...]
+    heads: tuple[int, int]
+    width: int
+    page: int
+    window: int | None = None
+    soft_cap: float | None = None
+    turned: int | None = None
+    """Rotated channels; None: all."""
+
+
+DECODE = ((1, 1), (17, 1), (70, 1))
+MIXED = ((40, 1), (33, 20), (5, 5))
+SHAPES = {
+    "single tokens": Shape(DECODE, (4, 2), 64, 16),
+    "single tokens, group of 3, width 80": Shape(DECODE, (6, 2), 80, 16),
+    "single tokens, window within a split": Shape(((90, 1), (20, 1)), (2, 2), 96, 32, window=33),
+    "prompts alone": Shape(((19, 19), (70, 37)), (4, 4), 64, 16),
+    "prompts and single tokens": Shape(MIXED, (4, 2), 128, 16),
+    "windows": Shape(((70, 1), (66, 20)), (8, 1), 64, 16, window=13),
+    "soft cap": Shape(MIXED, (2, 1), 32, 64, soft_cap=5.0),
+    "soft cap and window": Shape(((75, 1), (40, 9)), (2, 1), 32, 256, window=20, soft_cap=5.0),
+    "width 256": Shape(((20, 1), (9, 9)), (2, 1), 256, 16),
+    "half of the channels rotated": Shape(MIXED, (2, 1), 64, 8, turned=32),
+    "none rotated": Shape(((3, 1), (9, 4)), (2, 1), 64, 8, turned=0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_attention_equals_that_of_float64(shape: Shape, dtype: torch.dtype) -> None:
+    case = PagedCase.random(shape.lengths, shape.heads, shape.width, shape.page, dtype, turned=shape.turned)
+    before = [array.clone() for array in case.cache]
+    seen = case.attend(shape.window, shape.soft_cap)
+    case.check_cache(before)
+    expected = case.expected(shape.window, shape.soft_cap)
+    assert seen.isfinite().all()
+    error = (seen.double() - expected).norm() / expected.norm()
+    assert error < (5e-6 if dtype is torch.float32 else 1e-3)
+
+
+@pytest.mark.parametrize("window", [None, 600])
+def test_contexts_of_several_splits_are_merged(window: int | None) -> None:
+    lengths = ((attention.SPLIT, 1), (attention.SPLIT + 1, 1), (2 * attention.SPLIT + 100, 1), (3, 1))
+    case = PagedCase.random(lengths, (2, 1), 64, 128, torch.float32)
+    seen, expected = case.attend(window, None), case.expected(window, None)
+    assert (seen.double() - expected).norm() / expected.norm() < 5e-6
+
+
+def test_the_bits_of_a_request_do_not_depend_on_its_batch() -> None:
+    """Alone, beside a context with more splits, and beside prompts."""
+    alone = PagedCase.random(((90, 1),), (4, 2), 64, 16, torch.float16)
+    longer = PagedCase.random(((90, 1), (attention.SPLIT + 9, 1)), (4, 2), 64, 16, torch.float16)
+    mixed = PagedCase.random(((90, 1), (7, 7)), (4, 2), 64, 16, torch.float16)
+    bits = [part.with_first_of(alone).attend(None, None)[:1] for part in (alone, longer, mixed)]
+    assert torch.equal(bits[0], bits[1])
+    assert torch.equal(bits[0], bits[2])
+
+
+def test_the_bits_of_a_prompt_do_not_depend_on_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With exact products of matrices: those of numpy depend on the place of a row, which says nothing of a GPU."""
+
+    def exact(builder: object, a: Any, b: Any, d: Any, *_: object) -> TensorHandle:
+        del builder
+        product = a.data.astype(np.float64) @ b.data.astype(np.float64)
+        return TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", exact)
+    whole = PagedCase.random(((90, 90),), (4, 2), 64, 16, torch.float32)
+    expected = whole.attend(50, None)
+    pieces, done = [], 0
+    for size in (40, 13, 37):
+        pieces.append(whole.piece(done, size).attend(50, None))
+        done += size
+    assert torch.equal(torch.cat(pieces), expected)
+
+
+def test_padding_is_neither_stored_nor_attended() -> None:
+    case = PagedCase.random(((20, 1), (9, 1)), (2, 1), 64, 16, torch.float32)
+    expected = case.attend(None, None)
+    before = [array.clone() for array in case.cache]
+    padded = case.padded(rows=2)
+    seen = padded.attend(None, None)
+    assert torch.equal(seen[:2], expected)
+    for array, old in zip(padded.cache, before, strict=True):
+        assert torch.equal(array[1:].nan_to_num(9), old[1:].nan_to_num(9))
+        assert not array[0].any()

@@ -1,0 +1,34 @@
+"""The kernels compile for GPUs that are not at hand, and fit their registers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = Path(__file__).parent / "gpu_support" / "compile_ahead.py"
+MOST_REGISTERS = 255
+MOST_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Bytes of shared memory that a program can have, by compute capability."""
+
+
+def test_no_kernel_spills_registers_or_exceeds_the_shared_memory(tmp_path: Path) -> None:
+    """Ampere, Hopper and Blackwell, at the sizes of 8B models in bfloat16. Says nothing of speed or of races."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, PROGRAM],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {name.split()[0] for name in found} == {f"sm_{each}" for each in MOST_SHARED}
+    for name, needed in found.items():
+        capability = int(name.split()[0].removeprefix("sm_"))
+        assert needed["spilled"] == 0, (name, needed)
+        assert needed["registers"] <= MOST_REGISTERS, (name, needed)
+        assert needed["shared"] <= MOST_SHARED[capability], (name, needed)

@@ -1,0 +1,158 @@
+"""The engine on a pretended GPU gives the tokens of the CPU, and what it asks of the device is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gpu_support.pretended import PretendedTensor, Work, pretended_device
+from runtime_support.byte_backend import END, byte_backend
+
+from megatron_runtime.config import InferenceConfig
+from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.model.config import ExpertsConfig, ModelConfig
+from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.kv_cache import KVCache
+from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.sampling_params import SamplingParams
+
+LAYERS = 2
+LAUNCHES_AROUND_LAYERS = 20
+LAUNCHES_PER_LAYER = 12
+
+
+pytestmark = pytest.mark.usefixtures("device_guard")
+
+
+def random_decoder(**changes: Any) -> Decoder:
+    """Two layers of random weights that make the most likely token unambiguous."""
+    sizes: dict[str, Any] = {
+        "architecture": "llama",
+        "vocab_size": END + 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": False,
+    }
+    model = Decoder(ModelConfig(**(sizes | changes)), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    for weight in model.parameters():
+        weight.data.fill_(1.0) if weight.dim() == 1 else weight.data.normal_(std=0.4, generator=generator)
+    return model
+
+
+def generate(
+    model: Decoder, params: dict[str, Any], between: Callable[[DynamicInferenceEngine], None] | None, **config: Any
+) -> list[list[int]]:
+    """Tokens of four requests of different lengths."""
+    tokenizer = Tokenizer(byte_backend(), location="bytes", eod=END)
+    settings = InferenceConfig(kv_cache_memory_bytes=1 << 20, max_sequence_length=256, max_requests=4, **config)
+    engine = DynamicInferenceEngine.build(model, tokenizer, settings)
+    futures = []
+    for index in range(4):
+        prompt = [65 + (index * 3 + at * at) % 60 for at in range(3 + 7 * index)]
+        given = {"temperature": 0.0, "seed": 7 + index, "num_tokens_to_generate": 4, "ignore_eos": True} | params
+        futures.append(engine.add_request(index, prompt, SamplingParams(**given)))
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+        if between is not None and engine.context.step_count == 3:
+            between(engine)
+    return [future.result(timeout=0).merge().generated_tokens for future in futures]
+
+
+def suspend_and_resume(engine: DynamicInferenceEngine) -> None:
+    """Once."""
+    engine.suspend()
+    engine.resume()
+
+
+EXPERTS = ExpertsConfig(count=8, per_token=2, intermediate_size=64)
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature": {"params": {"temperature": 1.0, "min_p": 0.05}},
+    "all samplers": {"params": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.05}},
+    "edits": {"params": {"temperature": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.2}},
+    "windows and soft cap": {"model": {"layer_windows": (8, None), "attention_soft_cap": 20.0}},
+    "experts": {"model": {"architecture": "mixtral", "experts": EXPERTS}},
+    "chunks and prefixes": {"config": {"max_tokens": 16, "enable_prefix_caching": True}},
+    "offload": {"config": {"kv_cache_management_mode": "offload"}, "between": suspend_and_resume},
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_engine_gives_the_tokens_of_the_cpu(case: dict[str, Any]) -> None:
+    given = {"params": {}, "between": None, "config": {}, "model": {}} | case
+    model = random_decoder(**given["model"])
+    expected = generate(model, given["params"], given["between"], **given["config"])
+    with pretended_device() as device:
+        other = Decoder(model.config, dtype=model.dtype, device="cuda")
+        other.copy_from(model)
+        assert isinstance(next(other.parameters()), PretendedTensor)
+        assert generate(other, given["params"], given["between"], **given["config"]) == expected
+    assert not any("context.py" in line or "packed_arrays.py" in line for line in +device.work.copies)
+    assert device.work.pinned_copies > 0
+    assert device.work.kernels["attend_splits"] >= LAYERS
+    assert device.work.kernels["rotate_and_store"] >= LAYERS
+    races = "temperature" in given["params"] and "top_k" not in given["params"]
+    assert ("race_tokens" in device.work.kernels) == races
+
+
+@pytest.mark.parametrize("length", [9, 600], ids=["one split", "several splits"])
+def test_a_decode_pass_has_few_launches_no_wait_and_no_copy(length: int) -> None:
+    """What a CUDA graph asks of the code that it captures; the sampler is not part of it yet."""
+    requests, page = 2, 128
+    blocks = -(-length // page)
+    counted = []
+    for layers in (1, 2):
+        model = random_decoder(num_layers=layers, max_position_embeddings=1024)
+        with pretended_device() as device, torch.inference_mode():
+            other = Decoder(model.config, dtype=model.dtype, device="cuda")
+            other.copy_from(model)
+            cache = KVCache(model.config, blocks * requests, page, model.dtype, "cuda")
+            tables = torch.arange(blocks * requests, dtype=torch.int32).view(requests, blocks)
+            last = torch.full((requests,), length - 1)
+            batch = {
+                "tokens": torch.full((requests,), 65),
+                "positions": last,
+                "slots": tables[:, -1].long() * page + last % page,
+                "query_starts": torch.arange(requests + 1, dtype=torch.int32),
+                "context_lengths": (last + 1).int(),
+                "block_tables": tables,
+                "logit_rows": torch.arange(requests),
+            }
+            there = ForwardBatch(**{name: value.to("cuda") for name, value in batch.items()})
+            device.work = Work()
+            logits = other(there, cache)
+            assert logits is not None
+            assert logits.shape == (requests, END + 1)
+            assert (+device.work.waits, +device.work.copies) == ({}, {})
+            counted.append(device.work.launches)
+    per_layer = counted[1] - counted[0]
+    assert per_layer <= LAUNCHES_PER_LAYER
+    assert counted[0] - per_layer <= LAUNCHES_AROUND_LAYERS
+
+
+def test_a_greedy_step_has_one_copy_to_the_device_and_waits_for_its_tokens_alone() -> None:
+    model = random_decoder()
+    with pretended_device() as device:
+        other = Decoder(model.config, dtype=model.dtype, device="cuda")
+        other.copy_from(model)
+        tokenizer = Tokenizer(byte_backend(), location="bytes", eod=END)
+        engine = DynamicInferenceEngine.build(other, tokenizer, InferenceConfig(kv_cache_memory_bytes=1 << 20))
+        for index in range(2):
+            engine.add_request(index, [65] * 5, SamplingParams(temperature=0.0, num_tokens_to_generate=4))
+        engine.step_modern()
+        device.work = Work()
+        engine.step_modern()
+        assert (device.work.pinned_copies, +device.work.copies) == (1, {})
+        assert sum(device.work.waits.values()) == 1
+        assert device.work.launches <= LAYERS * LAUNCHES_PER_LAYER + LAUNCHES_AROUND_LAYERS

@@ -1,0 +1,35 @@
+"""When the kernels for GPUs are imported and used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_runtime.model.kernels import triton_support
+
+
+def test_a_rank_on_a_cpu_imports_neither_the_kernels_for_gpus_nor_triton() -> None:
+    script = (
+        "import sys\n"
+        "from megatron_runtime import rank\n"
+        "rank._import_engine()\n"
+        "from megatron_runtime.engine import largest_pass\n"
+        "print([name for name in sys.modules if name.startswith(('triton', 'megatron_runtime.gpu'))])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_without_the_c_compiler_that_triton_needs_the_kernels_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    check = triton_support.has_triton.__wrapped__
+    assert not check()
+    assert "Triton needs a C compiler; install gcc, or set CC" in caplog.text
+    monkeypatch.setenv("CC", "/usr/bin/cc")
+    assert check()

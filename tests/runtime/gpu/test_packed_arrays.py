@@ -1,0 +1,34 @@
+"""Arrays that a GPU gets by one copy."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from gpu_support.pretended import DEVICE, pretended_device
+
+from megatron_runtime.engine.packed_arrays import on_device
+
+ARRAYS = {
+    "tokens": np.arange(5),
+    "starts": np.arange(3, dtype=np.int32),
+    "tables": np.arange(12, dtype=np.int32).reshape(3, 4)[:, 1:3],
+    "rows": np.arange(0),
+    "last": np.arange(2),
+}
+
+
+def test_a_gpu_gets_all_arrays_by_one_pinned_copy(device_guard: None) -> None:
+    del device_guard
+    with pretended_device() as device:
+        found = on_device(ARRAYS, DEVICE)
+        assert (device.work.pinned_copies, +device.work.copies, +device.work.waits) == (1, {}, {})
+        assert {each.device for each in found.values()} == {DEVICE}
+        back = {name: each.cpu() for name, each in found.items()}
+    for name, values in ARRAYS.items():
+        assert torch.equal(back[name], torch.from_numpy(values.copy()))
+        assert back[name].dtype == torch.from_numpy(values).dtype
+
+
+def test_a_cpu_copies_nothing() -> None:
+    found = on_device(ARRAYS, torch.device("cpu"))
+    assert all(np.shares_memory(found[name].numpy(), values) for name, values in ARRAYS.items() if values.size)
