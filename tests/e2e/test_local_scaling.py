@@ -108,6 +108,6 @@ def test_new_replica_groups_get_requests_and_removed_ones_lose_none(
             command.wait_for(rf"pod smollm2-1-0-{pod}: gone", after=after)
         before = len(load.answers)
         wait_until(lambda: len(load.answers) >= before + CLIENTS, "answers of the copy that stayed")
-    assert load.failures == []
+    assert load.failures == [], command.text
     assert len(set(load.answers)) == 1
     assert "GroupFailed" not in command.text

@@ -119,6 +119,8 @@ class FailureDetector:
             self.store.set(_call(rank), "")
         missing = self._unanswered() if known is None else known
         self.store.set("verdict", ",".join(map(str, missing)) or _NONE_LOST)
+        with contextlib.suppress(RuntimeError):
+            self.store.check(["verdict"])  # This process may end at once, before the unacknowledged set has left it.
         return missing
 
     def _unanswered(self) -> list[int]:
