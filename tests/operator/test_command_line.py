@@ -55,5 +55,6 @@ def test_make_help_lists_every_target() -> None:
     root = Path(__file__).parents[2]
     phony = re.search(r"^\.PHONY: (.*)$", (root / "Makefile").read_text(), re.M)
     assert phony is not None
-    done = subprocess.run(["make", "--no-print-directory", "help"], cwd=root, capture_output=True, text=True, check=True)
+    command = ["make", "--no-print-directory", "help"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     assert sorted(line.split()[1] for line in done.stdout.splitlines()) == sorted(phony[1].split())
