@@ -137,6 +137,15 @@ def test_parameters_survive_a_journey_as_msgpack() -> None:
         presence_penalty=1,
     )
     assert SamplingParams.deserialize(msgpack.unpackb(msgpack.packb(params.serialize()))) == params
+    assert SamplingParams.deserialize(msgpack.unpackb(msgpack.packb(params.serialize_changed()))) == params
+
+
+def test_requests_have_only_the_parameters_that_are_not_at_their_defaults() -> None:
+    """Engines of an earlier image accept requests that do not use a new parameter, while pods are upgraded in turn."""
+    computed = {"return_prompt_top_n_logprobs": False}
+    assert SamplingParams().serialize_changed() == computed
+    params = SamplingParams(temperature=0, allowed_token_ids=[7])
+    assert params.serialize_changed() == {"temperature": 0, "allowed_token_ids": [7], **computed}
 
 
 def test_greedy_is_temperature_zero_or_one_candidate() -> None:

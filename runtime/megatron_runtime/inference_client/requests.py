@@ -241,9 +241,8 @@ def _checked_body(prompt: Prompt, sampling_params: SamplingParams | None) -> Req
         raise InvalidRequestError(
             f"prompt is a {type(prompt).__name__}; give text or a list of token ids", field="prompt"
         )
-    params = (sampling_params or SamplingParams()).serialize()
-    if params["seed"] is None:
-        params["seed"] = secrets.randbits(63)
+    params = (sampling_params or SamplingParams()).serialize_changed()
+    params.setdefault("seed", secrets.randbits(63))
     return RequestBody(prompt, params, trace=tracing.carrier())
 
 

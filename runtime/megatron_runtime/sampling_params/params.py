@@ -167,9 +167,13 @@ class SamplingParams:
             values["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
         return values
 
+    def serialize_changed(self) -> dict[str, Any]:
+        """The fields that are not at their defaults; an engine of an earlier version accepts them if it has them."""
+        return {name: value for name, value in self.serialize().items() if value != DEFAULTS[name]}
+
     @classmethod
     def deserialize(cls, data: Mapping[str, Any]) -> SamplingParams:
-        """The inverse of serialize.
+        """The inverse of serialize; fields that are not in ``data`` have their defaults.
 
         Raises:
             InvalidRequestError: As in add_attributes.
