@@ -19,6 +19,9 @@ for folder in (HERE, HERE / "runtime"):
 if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
+# For the tests of kernels for GPUs. Triton reads it when it is imported, which another library may do.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # No deadline, because a busy machine is no failure. Examples are the same in every run, so that a failure comes from
 # the change; --hypothesis-profile=explore generates others.
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -1,9 +1,11 @@
-"""Kernels run in Triton's interpreter here, on CPU tensors; without Triton these tests are skipped."""
+"""Kernels run in Triton's interpreter here, on CPU tensors; without Triton these tests are skipped.
+
+``tests/conftest.py`` selects the interpreter.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,9 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
-# Read by Triton when a kernel is defined.
-os.environ["TRITON_INTERPRET"] = "1"
 
 HERE = Path(__file__).parent
 if str(HERE) not in sys.path:
