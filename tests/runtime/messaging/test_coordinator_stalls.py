@@ -205,7 +205,7 @@ async def test_a_request_that_grew_too_large_to_be_submitted_again_fails_alone(
     fleet.add_engine(FakeEngine(step_seconds=0.005))
     client = await fleet.connect()
     await fleet.ready(client, 1)
-    stream = client.stream_request("x" * 1500, SamplingParams(num_tokens_to_generate=100_000, seed=5))
+    stream = client.stream_request("x" * 2100, SamplingParams(num_tokens_to_generate=100_000, seed=5))
     other = client.add_request("small", SHORT)
     received = 0
     while received < 200:
