@@ -32,7 +32,7 @@ KEY = "k" * 40
 MESSAGES = repeated(5_000, 100_000)
 AT_ONCE = 25
 MOST_GROWTH = repeated(0.3, 0.2)
-"""Maximum growth of the coordinator's memory, as a share of it; in a short run most of it is what an allocator keeps."""
+"""Maximum growth of the coordinator's memory, as a share of it; in a short run most of it is the allocator's."""
 WARM_UP_MESSAGES = 1000
 """Messages after which the coordinator has loaded and allocated what it needs for the others."""
 FUZZ = settings(
