@@ -109,6 +109,10 @@ class Pod:
         self.signal("unpause")
         return answers
 
+    def wait_admitted(self) -> None:
+        """Waits until engines run every request. A request of one engine may end before another engine begins."""
+        self.wait_for(lambda state: state["requests"]["waiting"] == 0 and state["requests"]["running"] > 0)
+
     def wait_ready(self) -> Pod:
         """Returns once the pod is ready."""
         self.wait_for(lambda state: state["ready"])

@@ -101,7 +101,7 @@ def test_a_healthy_leader_hands_over_under_load_without_a_lost_answer(pair: Pair
         answers = [pool.submit(stream_one, pods[place % 2]) for place in range(4)]
         pair.first.wait_for(lambda state: state["requests"]["waiting"] == 4)
         pair.first.signal("unpause")
-        pair.first.wait_for(lambda state: state["requests"]["running"] == 4)
+        pair.first.wait_admitted()
         pair.move_lead(pair.second, 2)
         assert pair.first.control.post("/v1/step-down", json={"epoch": 2}).status_code == 200
         pair.second.wait_for(leads(2))

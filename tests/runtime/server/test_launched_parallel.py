@@ -63,7 +63,7 @@ def begin_and_pause(pod: Any, pool: ThreadPoolExecutor) -> list[Future[str]]:
     """Four answers that are paused before their end. On a loaded machine the pause may come too late for the first."""
     for _ in range(5):
         answers: list[Future[str]] = pod.begin(pool, partial(ask, pod), 4)
-        pod.wait_for(lambda state: state["requests"]["running"] == 4)
+        pod.wait_admitted()
         assert pod.signal("pause").json()["engineState"] == "PAUSED"
         if not any(answer.done() for answer in answers):
             return answers
@@ -89,7 +89,7 @@ def test_a_killed_rank_restarts_its_replica_group_and_no_other(pod: Any, whole: 
     others = {rank: pid for rank, pid in before.items() if rank // 2 != victim // 2}
     with ThreadPoolExecutor() as pool:
         answers = pod.begin(pool, partial(ask, pod), 4)
-        pod.wait_for(lambda state: state["requests"]["running"] == 4)
+        pod.wait_admitted()
         os.kill(before[victim], signal.SIGKILL)
         pod.wait_for(lambda _: not any(is_alive(pid) for pid in fellows), seconds=10)
         assert [answer.result(60) for answer in answers] == [whole] * 4
@@ -107,7 +107,7 @@ def test_a_hanging_rank_is_restarted_with_its_replica_group_which_continues_the_
     before = ranks_of(pod)
     with ThreadPoolExecutor() as pool:
         answers = pod.begin(pool, partial(ask, pod), 2)
-        pod.wait_for(lambda state: state["requests"]["running"] == 2)
+        pod.wait_admitted()
         os.kill(before[1], signal.SIGSTOP)
         assert [answer.result(60) for answer in answers] == [whole] * 2
     assert not any(is_alive(pid) for pid in before.values())
