@@ -111,6 +111,7 @@ def _build_engine(link: ParentLink, options: RankOptions, plan: RankPlan) -> Dyn
                 on_progress=_Progress(link),
                 check_finite=options.engine.check_finite,
                 ranks=ranks,
+                block_size_tokens=options.engine.block_size_tokens,
             )
     config = _inference_config(options.engine, plan)
     # Measured, or chosen by the launchers of several pods, so it may differ between the ranks.

@@ -87,6 +87,22 @@ def test_weights_are_checked_for_nan_if_configured(
     assert asked == [checks]
 
 
+def test_kernels_for_gpus_are_compiled_for_the_configured_block_size(
+    rank_options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def load_model(*_: object, block_size_tokens: int, **__: object) -> None:
+        asked.append(block_size_tokens)
+        raise CheckpointError("stop here")
+
+    monkeypatch.setattr("megatron_runtime.model.checkpoint.load_model", load_model)
+    monkeypatch.setattr("torch.set_num_threads", lambda _: None)
+    with pytest.raises(CheckpointError, match="stop here"):
+        rank._build_engine(Link(), *rank_options("--block-size-tokens", "48"))  # type: ignore[arg-type]
+    assert asked == [48]
+
+
 @pytest.mark.parametrize(
     ("built_for", "kind", "words"),
     [

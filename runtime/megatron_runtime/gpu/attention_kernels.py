@@ -3,6 +3,9 @@
 Both compute the softmax block by block (Dao et al., FlashAttention; Milakov and Gimelshein). The keys are visited in
 blocks that begin at multiples of BLOCK_N, and a block that a query does not see leaves its sums unchanged, so the sums
 of a query depend on its own context alone: neither on the other queries of its tile nor on other requests.
+
+Triton compiles a kernel anew where a number becomes 1 or a multiple of 16; numbers that differ between batches are
+excluded from that, so that no request waits for a compiler.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ def request_of_tile(query_starts, tile, num_requests, BLOCK_Q: tl.constexpr):
     return low - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests", "window", "table_stride"])
 def attend_tiles(
     output, queries, keys, values, block_tables, query_starts, context_lengths, num_requests, scale, window,
     soft_cap, block_stride, head_stride, table_stride,
@@ -120,7 +123,7 @@ def attend_tiles(
     tl.store(output + address, mean.to(output.dtype.element_ty), mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "table_stride", "num_splits"])
 def attend_splits(
     output, partial, log_sums, queries, keys, values, block_tables, query_starts, context_lengths, scale, window,
     soft_cap, block_stride, head_stride, table_stride, num_splits,
@@ -172,7 +175,7 @@ def attend_splits(
         tl.store(log_sums + place, top + tl.log2(total), mask=member < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "num_splits"])
 def merge_splits(
     output, partial, log_sums, query_starts, context_lengths, window, num_splits,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr,

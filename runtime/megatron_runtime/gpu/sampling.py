@@ -61,3 +61,11 @@ def gumbel_max(logits: Tensor, race: Race, *, block: int, stream: int) -> Tensor
     )
     launch(finish_race, (count,), (tokens, best, places, parts), PARTS=max(power_of_two(parts), 2))
     return tokens
+
+
+def use_kernels(vocabulary: int, device: torch.device) -> None:
+    """Launch each kernel once, so that it is compiled."""
+    row = {name: torch.ones(1, device=device) for name in ("top", "temperature", "least")}
+    keys = {name: torch.zeros(1, dtype=torch.int32, device=device) for name in ("low", "high")}
+    race = Race(rows=torch.zeros(1, dtype=torch.int64, device=device), **row, **keys)
+    gumbel_max(torch.zeros(1, vocabulary, device=device), race, block=32, stream=0x5BD1E995)

@@ -68,13 +68,15 @@ def load_model(
     check_finite: bool = False,
     on_progress: ProgressCallback | None = None,
     ranks: Ranks | None = None,
+    block_size_tokens: int | None = None,
 ) -> Decoder:
     """The decoder in a GGUF file or a folder, with weights as ``dtype`` on ``device``.
 
     A folder contains a Hugging Face ``config.json`` with safetensors or a Megatron ``torch_dist`` checkpoint, or the
     output of a Megatron training, of which the latest iteration is loaded. ``max_sequence_length`` replaces the
     configuration's ``max_position_embeddings``. Memory beyond the weights is small. With ``ranks``, only this rank's
-    part is read.
+    part is read. While the weights load, kernels for GPUs are compiled for a KV cache with blocks of
+    ``block_size_tokens``; None: at their first use.
 
     Raises:
         CheckpointError: As in `inspect_checkpoint`; with ``check_finite`` also for a tensor with NaN or infinity.
@@ -89,7 +91,7 @@ def load_model(
         config = _limit_length(config, max_sequence_length)
     decoder = Decoder(config, dtype=choose_dtype(dtype, device), device=device, ranks=ranks)
     with ThreadPoolExecutor(1, "kernels") as aside:
-        kernels = aside.submit(decoder.prepare_kernels)
+        kernels = aside.submit(decoder.prepare_kernels, block_size_tokens)
         fill(decoder, source, rotary_factors, on_progress, check_finite=check_finite)
         kernels.result()
     decoder.origin = origin

@@ -14,6 +14,7 @@ from megatron_runtime.model.formats.origin import Origin
 from megatron_runtime.model.formats.tensor_names import tensor_names
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.head import Head
+from megatron_runtime.model.kernel_warm_up import use_kernels
 from megatron_runtime.model.kernels import cpu_attention, row_kernels
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.packed_linear import can_pack, pack_linears
@@ -103,11 +104,19 @@ class Decoder(nn.Module):
             self.head.pack()
         self.is_packed = True
 
-    def prepare_kernels(self) -> None:
-        """Compile the kernels of this device, or load them from the cache. Needs no weights; any thread may call it."""
+    def prepare_kernels(self, block_size_tokens: int | None = None) -> None:
+        """Compile the kernels of this device, or load them from the cache. Needs no weights; any thread may call it.
+
+        Those of a GPU are compiled for a KV cache with blocks of ``block_size_tokens``; None: at their first use.
+        """
         if self.device.type == "cpu":
             cpu_attention.prepare(attention_kind(self.config).cache_layout, self.dtype)
             row_kernels.prepare(self.dtype)
+        elif block_size_tokens is not None:
+            cache = KVCache(self.shard.cache_config, 1, block_size_tokens, self.dtype, self.device)
+            layers = list(zip(self.shard.layers, self.layers, strict=True))
+            vocabulary = self.config.vocab_size if self.ranks.position.samples else None
+            use_kernels(self, layers, self.positions, cache, vocabulary)
 
     def replace_with(self, other: Decoder) -> None:
         """Replace the contents by those of another decoder, which must not be used afterwards."""

@@ -56,13 +56,14 @@ class FeedForward(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]."""
-        widened = self.gate_up(hidden)
-        if self.is_silu_gated and has_row_kernels(widened):
-            widened = gated_silu(widened)
-        elif self.gated:
-            gate, up = widened.chunk(2, dim=-1)
-            widened = self.activate(gate) * up
-        else:
-            widened = self.activate(widened)
-        projected: Tensor = self.down(widened)
+        projected: Tensor = self.down(self.combine(self.gate_up(hidden)))
         return projected
+
+    def combine(self, widened: Tensor) -> Tensor:
+        """The input of ``down`` from the output of ``gate_up``."""
+        if self.is_silu_gated and has_row_kernels(widened):
+            return gated_silu(widened)
+        if self.gated:
+            gate, up = widened.chunk(2, dim=-1)
+            return self.activate(gate) * up
+        return self.activate(widened)

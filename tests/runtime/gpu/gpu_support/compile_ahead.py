@@ -22,7 +22,7 @@ from megatron_runtime.gpu import attention, attention_kernels, row_kernels, rows
 
 CAPABILITIES = (80, 90, 100)
 FLOATS = {"scale": "fp32", "soft_cap": "fp32", "eps": "fp32", "multiplier": "fp32"}
-STRIDES = ("block_stride", "head_stride", "table_stride")
+STRIDES = ("block_stride", "head_stride")
 RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 

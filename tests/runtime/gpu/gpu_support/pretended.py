@@ -42,6 +42,8 @@ class Work:
     launches: int = 0
     kernels: Counter[str] = field(default_factory=Counter)
     """Those launches that are kernels of this project."""
+    variants: set[tuple[Any, ...]] = field(default_factory=set)
+    """What of these launches Triton would compile, each once."""
     waits: Counter[str] = field(default_factory=Counter)
     copies: Counter[str] = field(default_factory=Counter)
     """Copies from unpinned host memory, for which the host waits as well."""
@@ -193,6 +195,20 @@ def _content(each: Any) -> Any:
     return each.content if isinstance(each, PretendedTensor) else each
 
 
+def _variant(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> tuple[Any, ...]:
+    """The properties of the arguments for which Triton compiles a kernel anew: constants, types, numbers that are 1 or
+    multiples of 16, and addresses that are."""
+    general = kernel.kwargs.get("do_not_specialize") or ()
+    found: list[Any] = [kernel.fn.__name__, *sorted(constants.items())]
+    for name, given in zip(kernel.arg_names, map(_content, arguments), strict=False):
+        if isinstance(given, Tensor):
+            found.append((name, given.dtype, given.data_ptr() % 16 == 0))
+        elif isinstance(given, int):
+            is_wide = not -(2**31) <= given < 2**31
+            found.append((name, is_wide) if name in general else (name, is_wide, given == 1, given % 16 == 0))
+    return tuple(found)
+
+
 def _line() -> str:
     """The line of the runtime that is running."""
     for frame in reversed(traceback.extract_stack(limit=40)):
@@ -229,12 +245,14 @@ def pretended_device() -> Iterator[PretendedDevice]:
         here.refuse_host(arguments, "launch")
         here.work.launches += 1
         here.work.kernels[kernel.fn.__name__] += 1
+        here.work.variants.add(_variant(kernel, arguments, constants))
         with _disable_current_modes():
             plain_launch(kernel, grid, [_content(each) for each in arguments], **constants)
 
     here = device
     users = [module for module in _kernel_users() if hasattr(module, "launch")]
-    with patch.object(torch, "tensor", tensor), patch.object(torch.cuda, "_lazy_init", lambda: None):
+    without_driver = {"_lazy_init": lambda: None, "set_device": lambda _: None}
+    with patch.object(torch, "tensor", tensor), patch.multiple(torch.cuda, **without_driver):
         replaced = [patch.object(module, "launch", counted_launch) for module in users]
         for each in replaced:
             each.start()

@@ -1,0 +1,109 @@
+"""Uses each kernel for GPUs that a model needs once, so that it is compiled before the first request.
+
+Triton compiles a kernel for each combination of its constants. Those of these kernels depend on the model, on the block
+size of the KV cache, and on three kinds of batches: single tokens with short or long contexts, and prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from megatron_runtime.model.attention import plan_attention
+from megatron_runtime.model.decoder_layer import DecoderLayer
+from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.kernels.row_kernels import has_row_kernels
+from megatron_runtime.model.kv_cache import KVCache
+from megatron_runtime.model.layers import FeedForward
+from megatron_runtime.model.norms import RMSNorm, SharedRMSNorm
+from megatron_runtime.model.positions import Positions
+from megatron_runtime.model.self_attention import SelfAttention
+
+NOT_STORED = -1
+"""The slot of a token whose key and value are not written."""
+
+
+@torch.inference_mode()
+def use_kernels(
+    model: nn.Module,
+    layers: Iterable[tuple[int, nn.Module]],
+    positions: Positions,
+    cache: KVCache,
+    sampled_vocabulary: int | None,
+) -> None:
+    """Launch them on a few zeros. The weights may be of any values, and change meanwhile; no rank waits for another.
+
+    Args:
+        model: All modules of this rank.
+        layers: The layers of this rank with their numbers in the whole model.
+        positions: Their rotations.
+        cache: On the same device, of at least one block; it is not written to.
+        sampled_vocabulary: The number of logits of a row, if this rank samples.
+    """
+    device = cache.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread
+    if not has_row_kernels(torch.empty(0, dtype=cache.dtype, device=device)):
+        return
+    _use_row_kernels(model.modules(), cache)
+    for batch in _batches(cache.block_size_tokens, device):
+        _attend(batch, layers, positions, cache)
+    if sampled_vocabulary is not None:
+        from megatron_runtime.gpu import sampling
+
+        sampling.use_kernels(sampled_vocabulary, device)
+
+
+def _use_row_kernels(modules: Iterable[nn.Module], cache: KVCache) -> None:
+    done: set[tuple[type[nn.Module], int]] = set()
+    for module in modules:
+        use: Callable[[Tensor], Tensor]
+        if isinstance(module, RMSNorm) and not isinstance(module, SharedRMSNorm):
+            size, use = len(module.weight), module
+        elif isinstance(module, FeedForward):
+            size, use = module.gate_up.weight.shape[0], module.combine
+        else:
+            continue
+        if (type(module), size) not in done:
+            done.add((type(module), size))
+            use(torch.zeros(1, size, dtype=cache.dtype, device=cache.device))
+
+
+def _attend(batch: ForwardBatch, layers: Iterable[tuple[int, nn.Module]], positions: Positions, cache: KVCache) -> None:
+    plan = plan_attention(batch, cache)
+    rotations = positions(batch.positions)
+    done: set[tuple[int, bool]] = set()
+    for index, (number, layer) in enumerate(layers):
+        assert isinstance(layer, DecoderLayer)
+        attention, rotation = layer.attention, rotations[number]
+        if not isinstance(attention, SelfAttention):
+            continue
+        kind = 0 if rotation is None else rotation[0].shape[-1], attention.window is None
+        if kind not in done:
+            done.add(kind)
+            heads = torch.zeros(
+                *(len(batch.tokens), sum(attention.heads), attention.head_dim), dtype=cache.dtype, device=cache.device
+            )
+            plan.attend(heads, rotation, cache.layer(index), attention.window, attention.soft_cap)
+
+
+def _batches(block_size_tokens: int, device: torch.device) -> Iterator[ForwardBatch]:
+    """One request in each, whose blocks are all the first one."""
+    from megatron_runtime.gpu.attention import SPLIT
+
+    for tokens, context in ((1, 1), (1, SPLIT + 1), (2, 2)):
+        yield ForwardBatch(
+            tokens=_filled(0, tokens, torch.int64, device),
+            positions=_filled(0, tokens, torch.int64, device),
+            slots=_filled(NOT_STORED, tokens, torch.int64, device),
+            query_starts=torch.arange(0, tokens + 1, tokens, dtype=torch.int32, device=device),
+            context_lengths=_filled(context, 1, torch.int32, device),
+            block_tables=_filled(0, -(-context // block_size_tokens), torch.int32, device)[None],
+            logit_rows=_filled(0, 1, torch.int64, device),
+        )
+
+
+def _filled(value: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((count,), value, dtype=dtype, device=device)
