@@ -209,9 +209,8 @@ class DynamicInferenceContext:
         if all(part.samples and part.num_logits == 1 for part in slices):
             return None
         ends = np.cumsum([part.num_logits for part in slices])
-        return self._tensor(
-            np.array([end - 1 for end, part in zip(ends, slices, strict=True) if part.samples], np.int64)
-        )
+        rows = np.array([end - 1 for end, part in zip(ends, slices, strict=True) if part.samples], np.int64)
+        return on_device({"rows": rows}, self.device)["rows"]
 
     def log_prob_rows(self, slices: Slices[SequenceSlice], top_n: int) -> LogProbRows | None:
         """The log probabilities that the slices report, or None."""
@@ -232,19 +231,14 @@ class DynamicInferenceContext:
         if not rows:
             return None
         drawn, rules = self._drawn(slices)
-        return LogProbRows(
-            rows=self._tensor(np.array(rows, np.int64)),
-            targets=self._tensor(np.array(targets, np.int64)),
-            sampled=self._tensor(np.array(sampled, np.int64)),
-            top_n=top_n,
-            drawn=drawn,
-            rules=rules,
-        )
+        arrays = {"rows": rows, "targets": targets, "sampled": sampled} | ({"drawn": drawn} if drawn else {})
+        there = on_device({name: np.array(values, np.int64) for name, values in arrays.items()}, self.device)
+        return LogProbRows(**there, top_n=top_n, rules=rules)
 
-    def _drawn(self, slices: Slices[SequenceSlice]) -> tuple[Tensor | None, SamplingRules | None]:
+    def _drawn(self, slices: Slices[SequenceSlice]) -> tuple[list[int], SamplingRules | None]:
         """The log probabilities that are of the sampled distribution, and their sampling rules."""
         if self.config.logprobs_mode == "raw_logprobs":
-            return None, None
+            return [], None
         drawn: list[int] = []
         draws: list[tuple[Sequence, int]] = []
         start = 0
@@ -254,9 +248,7 @@ class DynamicInferenceContext:
                     drawn.append(place)
                     draws.append((part.sequence, length))
             start += part.num_log_probs
-        if not drawn:
-            return None, None
-        return self._tensor(np.array(drawn, np.int64)), self._sampling.rules(draws)
+        return drawn, self._sampling.rules(draws) if drawn else None
 
     def check_integrity(self, running: Slices[Sequence]) -> None:
         """Assert that exactly the running sequences have rows."""
@@ -279,9 +271,6 @@ class DynamicInferenceContext:
         used = -(-contexts // self.block_size_tokens)
         tables[np.arange(widest) >= used[:, None]] = 0
         return tables
-
-    def _tensor(self, values: NDArray[np.generic]) -> Tensor:
-        return on_device({"values": values}, self.device)["values"]
 
 
 def _logit_rows(slices: Slices[SequenceSlice], query_starts: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""Arrays of the host on a device, by one copy."""
+"""Arrays of the host on a device, and tensors of a device on the host, each by one copy."""
 
 from __future__ import annotations
 
@@ -34,3 +34,18 @@ def on_device(arrays: Mapping[str, NDArray[np.generic]], device: torch.device) -
         name: copied[start : start + values.nbytes].view(torch.from_numpy(values[:0]).dtype).view(values.shape)
         for start, (name, values) in zip(starts, arrays.items(), strict=True)
     }
+
+
+def on_host(*tensors: Tensor) -> list[Tensor]:
+    """The tensors on the host. Of a GPU, all of them come by one copy, for which the host waits once.
+
+    Args:
+        tensors: Of one device, those with larger elements first.
+    """
+    if tensors[0].device.type == "cpu":
+        return list(tensors)
+    packed = torch.cat([each.contiguous().view(-1).view(torch.uint8) for each in tensors]).cpu()
+    sizes = [each.numel() * each.element_size() for each in tensors]
+    return [
+        part.view(each.dtype).view(each.shape) for part, each in zip(torch.split(packed, sizes), tensors, strict=True)
+    ]

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from megatron_runtime.engine.context import LogProbRows
 from megatron_runtime.engine.inference_wrapper import GPTInferenceWrapper
+from megatron_runtime.engine.packed_arrays import on_host
 from megatron_runtime.engine.sampling.log_probs import LogProbs, log_probs
-from megatron_runtime.engine.sampling.sampler import processed_log_probs, sample
+from megatron_runtime.engine.sampling.sampler import make_sampler
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 from megatron_runtime.engine.tracked_request import Scores
 from megatron_runtime.model.decoder import Decoder
@@ -67,12 +68,17 @@ class TextGenerationController:
         logits: Tensor | None = self.model(batch, kv_cache, tape)
         assert logits is not None, "this rank samples"
         sampled = logits if sampled_rows is None else logits[sampled_rows]
+        sampler = make_sampler(rules, sampled.shape[1], sampled.device)
         if rules.changes_logits:
             # Log probabilities are those of the model, so their logits must not change.
             sampled = sampled.clone() if wanted is not None and sampled_rows is None else sampled
-            rules.edit_(sampled)
-        tokens = sample(sampled, rules)
-        return StepOutput(tokens.tolist(), None if wanted is None else _log_probs(logits, tokens, wanted))
+            sampler.edit_(sampled)
+        tokens = sampler.sample(sampled)
+        if wanted is None:
+            return StepOutput(tokens.tolist(), None)
+        chosen, ids, values = _log_probs(logits, tokens, wanted)
+        tokens, ids, chosen, values = on_host(tokens, ids, chosen, values)
+        return StepOutput(tokens.tolist(), LogProbs.from_arrays(chosen, ids, values))
 
     def scores(self, log_probs: LogProbs | None, start: int, count: int, params: SamplingParams) -> Scores:
         """Log probabilities of some positions, each with the most likely tokens as the parameters ask for.
@@ -103,13 +109,14 @@ def _by_id(token_ids: list[int], values: list[float]) -> dict[str, float]:
     return dict(zip(map(token_key, token_ids), values, strict=True))
 
 
-def _log_probs(logits: Tensor, tokens: Tensor, wanted: LogProbRows) -> LogProbs:
+def _log_probs(logits: Tensor, tokens: Tensor, wanted: LogProbRows) -> tuple[Tensor, Tensor, Tensor]:
     targets = wanted.targets
     if tokens.numel():
         targets = torch.where(wanted.sampled >= 0, tokens[wanted.sampled.clamp(min=0)], targets)
     normalized = logits[wanted.rows].log_softmax(dim=-1)
     if wanted.drawn is not None and wanted.rules is not None:
         drawn = logits[wanted.rows[wanted.drawn]]
-        wanted.rules.edit_(drawn)
-        normalized[wanted.drawn] = processed_log_probs(drawn, wanted.rules)
+        sampler = make_sampler(wanted.rules, drawn.shape[1], drawn.device)
+        sampler.edit_(drawn)
+        normalized[wanted.drawn] = sampler.processed_log_probs(drawn)
     return log_probs(normalized, targets.clamp(min=0), wanted.top_n)

@@ -1,9 +1,182 @@
-"""Gumbel-max sampling over the whole vocabulary, with the noise of `engine.sampling.exponential_noise`."""
+"""From logits to tokens: edits, exclusions, the checks for finite values, truncations and Gumbel-max sampling.
+
+The results of a row depend on that row alone, and each sum has a fixed order. Sizes that differ between batches are
+excluded from Triton's specialization, so that nothing is compiled again.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+ADD = tl.constexpr(0)
+PENALIZE = tl.constexpr(1)
+SUBTRACT = tl.constexpr(2)
+ALL_KEYS = tl.constexpr(0x7F800000)
+"""The key of minus infinity, which is the largest."""
+WAYS = tl.constexpr(16)
+"""Thresholds that each round of a search compares."""
+
+
+@triton.jit(do_not_specialize=["count"])
+def edit_logits(logits, places, values, count, OPERATION: tl.constexpr, BLOCK: tl.constexpr):
+    """Change ``count`` distinct logits, given by their places in the flat logits. Grid: [count / BLOCK]."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = at < count
+    place = tl.load(places + at, mask=exists, other=0)
+    value = tl.load(values + at, mask=exists, other=1.0)
+    old = tl.load(logits + place, mask=exists, other=0.0)
+    if OPERATION == ADD:
+        new = old + value
+    elif OPERATION == PENALIZE:
+        new = tl.where(old > 0.0, tl.div_rn(old, value), old * value)
+    else:
+        new = old - value
+    tl.store(logits + place, new, mask=exists)
+
+
+@triton.jit(do_not_specialize=["logits_stride"])
+def exclude_tokens(logits, rows, masks, vocabulary, logits_stride, mask_stride, PART: tl.constexpr):
+    """Minus infinity for the tokens whose bits are set, except that NaN stays. Grid: [masked rows, parts].
+
+    ``masks`` is int32 [masked rows, words], 32 tokens in each word from its lowest bit; ``rows`` has their rows.
+    """
+    masked = tl.program_id(0)
+    token = tl.program_id(1) * PART + tl.arange(0, PART)
+    exists = token < vocabulary
+    word = tl.load(masks + masked.to(tl.int64) * mask_stride + token // 32, mask=exists, other=0)
+    excluded = exists & (((word >> (token % 32)) & 1) == 1)
+    address = logits + tl.load(rows + masked).to(tl.int64) * logits_stride + token
+    old = tl.load(address, mask=excluded, other=0.0)
+    tl.store(address, tl.where(old != old, old, float("-inf")), mask=excluded)
+
+
+@triton.jit(do_not_specialize=["logits_stride"])
+def scan_rows(best, places, logits, vocabulary, logits_stride, num_parts, PART: tl.constexpr):
+    """The largest logit of each part of the vocabulary and the first token that has it; NaN if any logit is.
+
+    Grid: [S, num_parts].
+    """
+    row, part = tl.program_id(0), tl.program_id(1)
+    token = part * PART + tl.arange(0, PART)
+    given = tl.load(logits + row.to(tl.int64) * logits_stride + token, mask=token < vocabulary, other=float("-inf"))
+    is_wrong = given != given
+    found, at = tl.max(tl.where(is_wrong, float("-inf"), given), 0, return_indices=True)
+    found = tl.where(tl.max(is_wrong.to(tl.int32), 0) > 0, float("nan"), found)
+    tl.store(best + row * num_parts + part, found)
+    tl.store(places + row * num_parts + part, part * PART + at)
+
+
+@triton.jit
+def finish_scan(tops, tokens, best, places, num_parts, PARTS: tl.constexpr):
+    """The largest logit of each row and its token; NaN and -1 for a row with NaN or without a finite maximum.
+
+    Grid: [S].
+    """
+    row = tl.program_id(0)
+    part = tl.arange(0, PARTS)
+    found = tl.load(best + row * num_parts + part, mask=part < num_parts, other=float("-inf"))
+    is_wrong = tl.max((found != found).to(tl.int32), 0) > 0
+    top, at = tl.max(tl.where(found != found, float("-inf"), found), 0, return_indices=True)
+    is_finite = (tl.abs(top) < float("inf")) & (is_wrong == 0)
+    tl.store(tops + row, tl.where(is_finite, top, float("nan")))
+    token = tl.load(places + row * num_parts + at)
+    tl.store(tokens + row, tl.where(is_finite, token, -1).to(tl.int64))
+
+
+@triton.jit
+def scaled_block(row_logits, start, vocabulary, top, temperature, BLOCK: tl.constexpr):
+    """Logits of a block of tokens less the maximum of the row, over the temperature: minus infinity to 0."""
+    token = start + tl.arange(0, BLOCK)
+    given = tl.load(row_logits + token, mask=token < vocabulary, other=float("-inf"))
+    return tl.div_rn(given - top, temperature)
+
+
+@triton.jit
+def value_at_sum(
+    row_logits, vocabulary, top, temperature, least, target, IS_COUNT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The largest scaled logit for which the tokens that are at least as likely have a sum of ``target``.
+
+    What is summed are these tokens if IS_COUNT, otherwise the exponentials of those that are not below ``least``. The
+    bits of a number that is not positive, without its sign, grow as it falls: a search by WAYS thresholds a round.
+    """
+    low = -1
+    high = ALL_KEYS
+    way = tl.arange(0, WAYS)
+    while high - low > 1:
+        step = (high - low + WAYS - 1) // WAYS
+        threshold = low + step * (way + 1)
+        sums = tl.zeros([WAYS, BLOCK], tl.float32)
+        for start in range(0, vocabulary, BLOCK):
+            scaled = scaled_block(row_logits, start, vocabulary, top, temperature, BLOCK)
+            key = tl.abs(scaled).to(tl.int32, bitcast=True)
+            if IS_COUNT:
+                weight = tl.where(start + tl.arange(0, BLOCK) < vocabulary, 1.0, 0.0)
+            else:
+                weight = tl.where(scaled >= least, tl.exp(scaled), 0.0)
+            sums += tl.where(key[None, :] <= threshold[:, None], weight[None, :], 0.0)
+        below = tl.sum((tl.sum(sums, 1) < target).to(tl.int32), 0)
+        low += step * below
+        high = tl.minimum(high, low + step)
+    return -high.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def deviation(row_logits, vocabulary, top, BLOCK: tl.constexpr):
+    """The standard deviation of the logits that are not minus infinity."""
+    count = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        given = scaled_block(row_logits, start, vocabulary, top, 1.0, BLOCK)
+        count += tl.where(given > float("-inf"), 1.0, 0.0)
+        total += tl.where(given > float("-inf"), given, 0.0)
+    number = tl.sum(count, 0)
+    mean = tl.sum(total, 0) / number
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        given = scaled_block(row_logits, start, vocabulary, top, 1.0, BLOCK)
+        difference = tl.where(given > float("-inf"), given - mean, 0.0)
+        squares += difference * difference
+    return tl.sqrt_rn(tl.sum(squares, 0) / number)
+
+
+@triton.jit(do_not_specialize=["logits_stride"])
+def truncate_rows(
+    leasts, logits, tops, temperatures, sigmas, top_ks, top_ps, min_ps, vocabulary, logits_stride, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The lowest scaled logit that each row keeps, after top-n-sigma, top-k, top-p and min-p in this order.
+
+    Parameters that are 0, and a top-p of 1, exclude nothing. Grid: [S].
+    """
+    row = tl.program_id(0)
+    top = tl.load(tops + row)
+    temperature = tl.load(temperatures + row)
+    least = float("-inf")
+    if (temperature > 0.0) & (top == top):
+        row_logits = logits + row.to(tl.int64) * logits_stride
+        sigma = tl.load(sigmas + row)
+        if sigma > 0.0:
+            spread = tl.div_rn(deviation(row_logits, vocabulary, top, BLOCK), temperature)
+            least = tl.maximum(least, -sigma * spread)
+        top_k = tl.load(top_ks + row)
+        if top_k > 0:
+            target = tl.minimum(top_k, vocabulary).to(tl.float32)
+            found = value_at_sum(row_logits, vocabulary, top, temperature, least, target, True, BLOCK)
+            least = tl.maximum(least, found)
+        top_p = tl.load(top_ps + row)
+        if (top_p > 0.0) & (top_p < 1.0):
+            mass = tl.zeros([BLOCK], tl.float32)
+            for start in range(0, vocabulary, BLOCK):
+                scaled = scaled_block(row_logits, start, vocabulary, top, temperature, BLOCK)
+                mass += tl.where(scaled >= least, tl.exp(scaled), 0.0)
+            target = top_p * tl.sum(mass, 0)
+            found = value_at_sum(row_logits, vocabulary, top, temperature, least, target, False, BLOCK)
+            least = tl.maximum(least, found)
+        min_p = tl.load(min_ps + row)
+        if min_p > 0.0:
+            least = tl.maximum(least, tl.log(min_p))
+    tl.store(leasts + row, least)
 
 
 @triton.jit
@@ -25,40 +198,49 @@ def exponential(bits):
     return tl.where(rest == 1.0, uniform, -exact)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["logits_stride"])
 def race_tokens(
-    best, places, logits, rows, tops, temperatures, leasts, lows, highs, vocabulary, logits_stride, num_parts,
-    PART: tl.constexpr, BLOCK: tl.constexpr, STREAM: tl.constexpr,
+    best, places, logits, tops, temperatures, leasts, lows, highs, vocabulary, logits_stride, num_parts,
+    PART: tl.constexpr, BLOCK: tl.constexpr, STREAM: tl.constexpr, TRUNCATED: tl.constexpr,
 ):  # fmt: skip
-    """The best score of each part of the vocabulary, and the first token that has it. Grid: [R, num_parts].
+    """The best score of each part of the vocabulary, and the first token that has it. Grid: [S, num_parts].
 
-    Tokens come in blocks of BLOCK with a common minimum of the noise.
+    A score is the scaled logit plus Gumbel noise, that of `engine.sampling.exponential_noise`: tokens come in blocks of
+    BLOCK with a common minimum. Rows at temperature 0, or without a finite maximum, have no scores.
     """
     row, part = tl.program_id(0), tl.program_id(1)
-    token = part * PART + tl.arange(0, PART)
-    exists = token < vocabulary
-    address = logits + tl.load(rows + row).to(tl.int64) * logits_stride + token
-    scaled = tl.load(address, mask=exists, other=float("-inf")) - tl.load(tops + row)
-    scaled = scaled / tl.load(temperatures + row)
-    low = tl.load(lows + row).to(tl.uint32, bitcast=True)
-    high = tl.load(highs + row).to(tl.uint32, bitcast=True)
-    block = ((token // BLOCK) ^ -1).to(tl.uint32, bitcast=True)
-    common = mixed(mixed(block ^ low) ^ high)
-    place = mixed(common ^ STREAM) & (BLOCK - 1)
-    own = exponential(mixed(mixed(token.to(tl.uint32, bitcast=True) ^ low) ^ high))
-    is_first = (token & (BLOCK - 1)).to(tl.uint32, bitcast=True) == place
-    noise = exponential(common) / BLOCK + tl.where(is_first, 0.0, own)
-    score = tl.where(exists & (scaled >= tl.load(leasts + row)), scaled - tl.log(noise), float("-inf"))
-    found, at = tl.max(score, 0, return_indices=True)
-    tl.store(best + row * num_parts + part, found)
-    tl.store(places + row * num_parts + part, part * PART + at)
+    top = tl.load(tops + row)
+    temperature = tl.load(temperatures + row)
+    if (temperature > 0.0) & (top == top):
+        token = part * PART + tl.arange(0, PART)
+        exists = token < vocabulary
+        scaled = scaled_block(
+            logits + row.to(tl.int64) * logits_stride, part * PART, vocabulary, top, temperature, PART
+        )
+        low = tl.load(lows + row).to(tl.uint32, bitcast=True)
+        high = tl.load(highs + row).to(tl.uint32, bitcast=True)
+        block = ((token // BLOCK) ^ -1).to(tl.uint32, bitcast=True)
+        common = mixed(mixed(block ^ low) ^ high)
+        place = mixed(common ^ STREAM) & (BLOCK - 1)
+        own = exponential(mixed(mixed(token.to(tl.uint32, bitcast=True) ^ low) ^ high))
+        is_first = (token & (BLOCK - 1)).to(tl.uint32, bitcast=True) == place
+        noise = exponential(common) / BLOCK + tl.where(is_first, 0.0, own)
+        is_kept = exists
+        if TRUNCATED:
+            is_kept = exists & (scaled >= tl.load(leasts + row))
+        score = tl.where(is_kept, scaled - tl.log(noise), float("-inf"))
+        found, at = tl.max(score, 0, return_indices=True)
+        tl.store(best + row * num_parts + part, found)
+        tl.store(places + row * num_parts + part, part * PART + at)
 
 
 @triton.jit
-def finish_race(tokens, best, places, num_parts, PARTS: tl.constexpr):
-    """The token with the best score of all parts. Grid: [R]."""
+def finish_race(tokens, best, places, tops, temperatures, num_parts, PARTS: tl.constexpr):
+    """The token with the best score of all parts, where there are scores. Grid: [S]."""
     row = tl.program_id(0)
-    part = tl.arange(0, PARTS)
-    score = tl.load(best + row * num_parts + part, mask=part < num_parts, other=float("-inf"))
-    _, at = tl.max(score, 0, return_indices=True)
-    tl.store(tokens + row, tl.load(places + row * num_parts + at).to(tl.int64))
+    top = tl.load(tops + row)
+    if (tl.load(temperatures + row) > 0.0) & (top == top):
+        part = tl.arange(0, PARTS)
+        score = tl.load(best + row * num_parts + part, mask=part < num_parts, other=float("-inf"))
+        _, at = tl.max(score, 0, return_indices=True)
+        tl.store(tokens + row, tl.load(places + row * num_parts + at).to(tl.int64))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_runtime.engine.sampling.exponential_noise import BLOCK, block_minima, exponential_noise, noise_keys
 from megatron_runtime.engine.sampling.filters import TRUNCATIONS
-from megatron_runtime.engine.sampling.log_probs import log_probs
+from megatron_runtime.engine.sampling.log_probs import LogProbs, log_probs
 from megatron_runtime.engine.sampling.sampler import NO_TOKEN, processed_log_probs, sample
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 
@@ -204,7 +204,7 @@ def test_noise_depends_on_seed_and_position_alone_up_to_the_largest_seed() -> No
 
 def test_log_probs_are_the_log_softmax_of_the_logits() -> None:
     logits = torch.stack([LOGITS, LOGITS.flip(0)])
-    found = log_probs(logits.log_softmax(-1), torch.tensor([3, 0]), top_n=2)
+    found = LogProbs.from_arrays(*log_probs(logits.log_softmax(-1), torch.tensor([3, 0]), top_n=2))
     expected = logits.log_softmax(-1)
     assert found.chosen == pytest.approx([expected[0, 3].item(), expected[1, 0].item()])
     assert found.top_ids == [[1, 5], [5, 1]]

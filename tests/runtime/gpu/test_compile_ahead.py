@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 PROGRAM = Path(__file__).parent / "gpu_support" / "compile_ahead.py"
-MOST_REGISTERS = 255
+MOST_REGISTERS = {"attend_tiles": 255, "attend_splits": 255, "truncate_rows": 128, "race_tokens": 128}
+"""By kernel: with 128, a program of 16 warps fits the registers of a processor."""
+MOST_REGISTERS_OF_OTHERS = 64
 MOST_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """Bytes of shared memory that a program can have, by compute capability."""
 
@@ -28,7 +30,7 @@ def test_no_kernel_spills_registers_or_exceeds_the_shared_memory(tmp_path: Path)
     found = json.loads(done.stdout)
     assert {name.split()[0] for name in found} == {f"sm_{each}" for each in MOST_SHARED}
     for name, needed in found.items():
-        capability = int(name.split()[0].removeprefix("sm_"))
+        capability, kernel = int(name.split()[0].removeprefix("sm_")), name.split()[1]
         assert needed["spilled"] == 0, (name, needed)
-        assert needed["registers"] <= MOST_REGISTERS, (name, needed)
+        assert needed["registers"] <= MOST_REGISTERS.get(kernel, MOST_REGISTERS_OF_OTHERS), (name, needed)
         assert needed["shared"] <= MOST_SHARED[capability], (name, needed)

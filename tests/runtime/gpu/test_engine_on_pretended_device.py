@@ -22,9 +22,19 @@ from megatron_runtime.sampling_params import SamplingParams
 LAYERS = 2
 LAUNCHES_AROUND_LAYERS = 20
 LAUNCHES_PER_LAYER = 12
+LAUNCHES_OF_LOG_PROBS = 20
 
+
+SPLIT = 32
+"""A multiple of the keys that a kernel sees at once."""
 
 pytestmark = pytest.mark.usefixtures("device_guard")
+
+
+@pytest.fixture(autouse=True)
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that short contexts have several."""
+    monkeypatch.setattr("megatron_runtime.gpu.attention.SPLIT", SPLIT)
 
 
 def random_decoder(**changes: Any) -> Decoder:
@@ -75,12 +85,13 @@ def suspend_and_resume(engine: DynamicInferenceEngine) -> None:
     engine.resume()
 
 
+LOWER_CASE = "start: /[a-z]+/"
 EXPERTS = ExpertsConfig(count=8, per_token=2, intermediate_size=64)
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {},
-    "temperature": {"params": {"temperature": 1.0, "min_p": 0.05}},
     "all samplers": {"params": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.05}},
-    "edits": {"params": {"temperature": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.2}},
+    "edits": {"params": {"temperature": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 2}},
+    "grammar": {"params": {"temperature": 1.0, "grammar": LOWER_CASE, "ignore_eos": False}},
     "windows and soft cap": {"model": {"layer_windows": (8, None), "attention_soft_cap": 20.0}},
     "experts": {"model": {"architecture": "mixtral", "experts": EXPERTS}},
     "chunks and prefixes": {"config": {"max_tokens": 16, "enable_prefix_caching": True}},
@@ -106,14 +117,13 @@ def test_the_engine_gives_the_tokens_of_the_cpu(case: dict[str, Any]) -> None:
     assert device.work.pinned_copies > 0
     assert device.work.kernels["attend_splits"] >= LAYERS
     assert device.work.kernels["rotate_and_store"] >= LAYERS
-    races = "temperature" in given["params"] and "top_k" not in given["params"]
-    assert ("race_tokens" in device.work.kernels) == races
+    assert ("race_tokens" in device.work.kernels) == ("temperature" in given["params"])
 
 
-@pytest.mark.parametrize("length", [9, 600], ids=["one split", "several splits"])
+@pytest.mark.parametrize("length", [9, 2 * SPLIT + 5], ids=["one split", "several splits"])
 def test_a_decode_pass_has_few_launches_no_wait_and_no_copy(length: int) -> None:
     """What a CUDA graph asks of the code that it captures; the sampler is not part of it yet."""
-    requests, page = 2, 128
+    requests, page = 2, 32
     blocks = -(-length // page)
     counted = []
     for layers in (1, 2):
@@ -145,18 +155,50 @@ def test_a_decode_pass_has_few_launches_no_wait_and_no_copy(length: int) -> None
     assert counted[0] - per_layer <= LAUNCHES_AROUND_LAYERS
 
 
-def test_a_greedy_step_has_one_copy_to_the_device_and_waits_for_its_tokens_alone() -> None:
+EVERYTHING = {
+    **{"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "top_n_sigma": 3.0},
+    **{"logit_bias": {70: 2.0}, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "min_tokens": 4},
+    **{"bad_words": ["AB"], "allowed_token_ids": [*range(60, 120)]},
+}
+STEPS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
+    "greedy": ({"temperature": 0.0}, {}, 2, 1),
+    "grammar": ({"temperature": 1.0, "grammar": LOWER_CASE}, {}, 5, 2),
+    "everything": (EVERYTHING, {}, 9, 2),
+    "log probs": (EVERYTHING | {"return_log_probs": True, "top_n_logprobs": 3}, {}, 9 + LAUNCHES_OF_LOG_PROBS, 3),
+    "log probs of what is sampled": (
+        EVERYTHING | {"return_log_probs": True, "top_n_logprobs": 3},
+        {"logprobs_mode": "processed_logprobs"},
+        9 + 2 * LAUNCHES_OF_LOG_PROBS,
+        4,
+    ),
+}
+"""Parameters of the requests, settings, and the most launches and copies to the device of the sampler and the batch."""
+
+
+@pytest.mark.parametrize(("params", "config", "launches", "copies"), STEPS.values(), ids=STEPS)
+def test_a_step_waits_once_for_one_copy_of_its_results(
+    params: dict[str, Any], config: dict[str, Any], launches: int, copies: int
+) -> None:
+    """And copies its tables from pinned memory; the number of launches does not depend on the number of requests."""
     model = random_decoder()
-    with pretended_device() as device:
-        other = Decoder(model.config, dtype=model.dtype, device="cuda")
-        other.copy_from(model)
-        tokenizer = Tokenizer(byte_backend(), location="bytes", eod=END)
-        engine = DynamicInferenceEngine.build(other, tokenizer, InferenceConfig(kv_cache_memory_bytes=1 << 20))
-        for index in range(2):
-            engine.add_request(index, [65] * 5, SamplingParams(temperature=0.0, num_tokens_to_generate=4))
-        engine.step_modern()
-        device.work = Work()
-        engine.step_modern()
-        assert (device.work.pinned_copies, +device.work.copies) == (1, {})
-        assert sum(device.work.waits.values()) == 1
-        assert device.work.launches <= LAYERS * LAUNCHES_PER_LAYER + LAUNCHES_AROUND_LAYERS
+    counted = []
+    for count in (1, 3):
+        with pretended_device() as device:
+            other = Decoder(model.config, dtype=model.dtype, device="cuda")
+            other.copy_from(model)
+            tokenizer = Tokenizer(byte_backend(), location="bytes", eod=END)
+            settings = InferenceConfig(kv_cache_memory_bytes=1 << 20, **config)
+            engine = DynamicInferenceEngine.build(other, tokenizer, settings)
+            for index in range(count):
+                given = {"num_tokens_to_generate": 8, "skip_prompt_log_probs": True} | params
+                engine.add_request(index, [65] * 5, SamplingParams(**given))
+            engine.step_modern()
+            device.work = Work()
+            engine.step_modern()
+            assert +device.work.copies == {}
+            assert device.work.pinned_copies <= copies
+            assert sum(device.work.waits.values()) == 1
+            counted.append(device.work.launches)
+    around = LAYERS * LAUNCHES_PER_LAYER + LAUNCHES_AROUND_LAYERS
+    assert counted[0] <= around + launches
+    assert counted[1] == counted[0]

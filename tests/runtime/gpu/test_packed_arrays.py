@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from gpu_support.pretended import DEVICE, pretended_device
+from gpu_support.pretended import DEVICE, Work, pretended_device
 
-from megatron_runtime.engine.packed_arrays import on_device
+from megatron_runtime.engine.packed_arrays import on_device, on_host
 
 ARRAYS = {
     "tokens": np.arange(5),
@@ -32,3 +32,15 @@ def test_a_gpu_gets_all_arrays_by_one_pinned_copy(device_guard: None) -> None:
 def test_a_cpu_copies_nothing() -> None:
     found = on_device(ARRAYS, torch.device("cpu"))
     assert all(np.shares_memory(found[name].numpy(), values) for name, values in ARRAYS.items() if values.size)
+
+
+def test_the_host_gets_all_tensors_by_one_copy(device_guard: None) -> None:
+    del device_guard
+    given = torch.arange(3), torch.arange(12.0).view(3, 4)[:, 1:3], torch.empty(3, 0), torch.tensor([1.5])
+    with pretended_device() as device:
+        there = [each.to(DEVICE) for each in given]
+        device.work = Work()
+        found = on_host(*there)
+        assert sum(device.work.waits.values()) == 1
+    assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(found, given, strict=True))
+    assert all(one is other for one, other in zip(on_host(*given), given, strict=True))

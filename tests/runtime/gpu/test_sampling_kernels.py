@@ -1,48 +1,176 @@
-"""Sampling on the device in Triton's interpreter, against the search on the host: the same noise, the same tokens."""
+"""Sampling on the device in Triton's interpreter, against the sampler of the host: the same noise, the same tokens."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from gpu_support.pretended import Work, pretended_device
 
-from megatron_runtime.engine.sampling import exponential_noise, gumbel_max
+from megatron_runtime.engine.sampling import exponential_noise, gpu_sampler
 from megatron_runtime.engine.sampling.exponential_noise import noise_keys
+from megatron_runtime.engine.sampling.filters import TRUNCATIONS
+from megatron_runtime.engine.sampling.filters.grammar import GrammarMask
+from megatron_runtime.engine.sampling.filters.protocol import LogitsEdit
+from megatron_runtime.engine.sampling.filters.token_edits import (
+    AllowedTokens,
+    BadWords,
+    FrequencyAndPresencePenalty,
+    LogitBias,
+    MinTokens,
+    RepetitionPenalty,
+)
+from megatron_runtime.engine.sampling.filters.token_filter import Operation, TokenEdits, TokenFilter
+from megatron_runtime.engine.sampling.filters.truncations import MinP, TopK, TopNSigma, TopP
+from megatron_runtime.engine.sampling.gpu_sampler import TRUNCATION_FIELDS, GpuSampler
+from megatron_runtime.engine.sampling.sampler import NO_TOKEN, processed_log_probs, sample
+from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 from megatron_runtime.gpu import sampling
 
-
-def sampled(logits: torch.Tensor, count: int, **options: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens of the kernels, and those of the host."""
-    keys = noise_keys(np.arange(count, dtype=np.uint64) + 100, np.full(count, 7))
-    expected = gumbel_max.gumbel_max(logits, keys, **options)
-    low, high = exponential_noise.key_halves(keys)
-    race = sampling.Race(
-        rows=options.get("rows", torch.arange(count)),
-        top=options.get("top", torch.zeros(count)),
-        temperature=options.get("temperature", torch.ones(count)),
-        least=options.get("least", torch.full((count,), -torch.inf)),
-        low=low,
-        high=high,
-    )
-    return sampling.gumbel_max(logits, race, block=exponential_noise.BLOCK, stream=exponential_noise.STREAM), expected
+CPU = torch.device("cpu")
+VOCABULARY = sampling.PART + 17
 
 
-@pytest.mark.parametrize("vocabulary", [50, sampling.PART, 2 * sampling.PART + 17])
+def random_logits(rows: int, vocabulary: int = VOCABULARY) -> torch.Tensor:
+    """Of a spread as those of models."""
+    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0)) * 3
+
+
+def rules_for(rows: int, temperature: float = 1.0, **parts: Any) -> SamplingRules:
+    """The same temperature for all rows, and a seed for each."""
+    keys = noise_keys(np.arange(rows, dtype=np.uint64) + 100, np.full(rows, 7))
+    return SamplingRules(np.full(rows, temperature, np.float32), keys, **parts)
+
+
+def on_kernels(logits: torch.Tensor, rules: SamplingRules) -> list[int]:
+    """The tokens of the kernels."""
+    return GpuSampler(rules, logits.shape[1], CPU).sample(logits).tolist()
+
+
+def values(*given: float) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.array(given, np.float32)
+
+
+@pytest.mark.parametrize("vocabulary", [50, sampling.PART, VOCABULARY])
 def test_the_sampled_tokens_are_those_of_the_host(vocabulary: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(24, vocabulary, generator=generator) * 3
-    found, expected = sampled(logits, 24, temperature=torch.linspace(0.2, 2.0, 24))
-    assert torch.equal(found, expected)
+    logits = random_logits(9, vocabulary)
+    rules = SamplingRules(np.linspace(0, 2, 9, dtype=np.float32), rules_for(9).keys)
+    assert on_kernels(logits, rules) == sample(logits, rules).tolist()
 
 
-def test_excluded_tokens_and_rows_that_are_not_sampled_have_no_part() -> None:
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(6, 300, generator=generator) * 2
+def test_the_noise_has_the_constants_of_the_host() -> None:
+    assert (sampling.NOISE_BLOCK, sampling.NOISE_STREAM) == (exponential_noise.BLOCK, exponential_noise.STREAM)
+
+
+TRUNCATED: dict[str, Any] = {
+    "top-k": [TopK.of(np.array([3, 40, 0, 10**9, 1], np.int32))],
+    "top-p": [TopP.of(values(0.5, 0.9, 1, 0, 1e-6))],
+    "min-p": [MinP.of(values(0.3, 0.01, 1, 0, 1e-6))],
+    "top-n-sigma": [TopNSigma.of(values(1, 0.5, 0, 3e38, 1e-6))],
+    "all": [
+        TopNSigma.of(values(2, 2, 0, 1.5, 0)),
+        TopK.of(np.array([30, 5, 10, 0, 7], np.int32)),
+        TopP.of(values(0.8, 0.9, 0.7, 0.6, 1)),
+        MinP.of(values(0.1, 0, 0.2, 0.05, 0.01)),
+    ],
+}
+
+
+@pytest.mark.parametrize("truncations", TRUNCATED.values(), ids=TRUNCATED)
+@pytest.mark.parametrize("temperature", [0.7, 30.0])
+def test_truncations_keep_the_tokens_that_the_host_keeps(truncations: Any, temperature: float) -> None:
+    """Also where several tokens equal the threshold, and where excluded ones are among those that a top-k counts."""
+    logits = random_logits(5, 1500)
+    logits[:, 5] = logits[:, 1100] = logits[:, 7]
     logits[3, ::2] = -torch.inf
-    rows = torch.tensor([3, 0, 5])
-    top = logits[rows].amax(1)
-    least = torch.tensor([-2.0, 0.0, -torch.inf])
-    found, expected = sampled(logits, 3, rows=rows, top=top, temperature=torch.full((3,), 0.7), least=least)
-    assert torch.equal(found, expected)
-    assert found[0] % 2 == 1
-    assert found[1] == logits[0].argmax()
+    rules = rules_for(5, temperature, truncations=tuple(truncations))
+    expected = processed_log_probs(logits.clone(), rules)
+    sampler = GpuSampler(rules, logits.shape[1], CPU)
+    found = sampler.processed_log_probs(logits.clone())
+    assert torch.equal(found.isneginf(), expected.isneginf())
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+    assert sampler.sample(logits).tolist() == sample(logits, rules).tolist()
+
+
+def edits_of(vocabulary: int) -> tuple[LogitsEdit, ...]:
+    """For two rows: the same token in several filters, exclusions as lists and, of many tokens, as masks."""
+
+    def edits(kind: type[TokenFilter], row: int, given: dict[int, float]) -> TokenEdits:
+        return TokenEdits(np.array([*given]) + row * vocabulary, values(*given.values()), kind)
+
+    allowed = np.arange(vocabulary)[None] % 3 == 1
+    return (
+        edits(LogitBias, 0, {5: 4.0, 40: -1.5, vocabulary - 1: 9.0}),
+        edits(RepetitionPenalty, 0, {5: 1.5, 6: 0.5}),
+        edits(FrequencyAndPresencePenalty, 0, {5: 0.25, 40: -0.5}),
+        edits(MinTokens, 0, {31: np.inf, 32: np.inf}),
+        edits(BadWords, 0, {32: np.inf, vocabulary - 2: np.inf}),
+        edits(AllowedTokens, 0, dict.fromkeys(range(vocabulary // 2, vocabulary), np.inf)),
+        GrammarMask(np.array([1]), allowed),
+    )
+
+
+@pytest.mark.parametrize("vocabulary", [70, VOCABULARY])
+def test_edits_give_the_logits_of_the_host(vocabulary: int) -> None:
+    logits = random_logits(2, vocabulary)
+    rules = rules_for(2, edits=edits_of(vocabulary))
+    expected = logits.clone()
+    rules.edit_(expected)
+    GpuSampler(rules, vocabulary, CPU).edit_(logits)
+    assert torch.equal(logits, expected)
+
+
+def test_rows_that_are_not_finite_have_no_token() -> None:
+    logits = random_logits(6, VOCABULARY)
+    logits[0, -1] = logits[1, 3] = torch.nan
+    logits[2, 4] = torch.inf
+    logits[3] = -torch.inf
+    rules = rules_for(6, truncations=(TopP.of(values(*[0.9] * 6)), MinP.of(values(*[0.1] * 6))))
+    found = on_kernels(logits, rules)
+    assert found[:4] == [NO_TOKEN] * 4
+    assert found == sample(logits, rules).tolist()
+    assert on_kernels(logits, rules_for(6, 0.0)) == sample(logits, rules_for(6, 0.0)).tolist()
+
+
+def test_an_excluded_nan_is_still_found() -> None:
+    logits = torch.zeros(1, 40)
+    logits[0, 33] = torch.nan
+    mask = GrammarMask(np.array([0]), np.arange(40)[None] == 2)
+    sampler = GpuSampler(rules_for(1, edits=(mask,)), 40, CPU)
+    sampler.edit_(logits)
+    assert sampler.sample(logits).tolist() == [NO_TOKEN]
+
+
+def test_the_bits_of_a_row_do_not_depend_on_the_others() -> None:
+    logits = random_logits(4, 1500)
+    truncations = TopNSigma.of(values(2, 1, 0, 2)), TopP.of(values(0.9, 0.5, 0.3, 1))
+    rules = rules_for(4, 0.9, truncations=truncations)
+    whole = GpuSampler(rules, 1500, CPU).processed_log_probs(logits)
+    for row in range(4):
+        alone = rules.take(np.array([row]))
+        assert torch.equal(GpuSampler(alone, 1500, CPU).processed_log_probs(logits[row : row + 1])[0], whole[row])
+
+
+def test_every_filter_has_a_form_for_gpus() -> None:
+    assert tuple(TRUNCATION_FIELDS) == TRUNCATIONS
+    assert set(gpu_sampler._OPERATIONS) == set(Operation)
+    assert set(gpu_sampler._OPERATIONS.values()) == set(sampling.OPERATIONS)
+
+
+def test_sampling_with_everything_is_nine_launches_and_one_pinned_copy(device_guard: None) -> None:
+    del device_guard
+    rules = rules_for(2, edits=edits_of(70), truncations=(TopK.of(np.array([3, 0], np.int32)), MinP.of(values(0, 0.1))))
+    logits = random_logits(2, 70)
+    expected = logits.clone()
+    rules.edit_(expected)
+    with pretended_device() as device:
+        there = logits.to("cuda")
+        device.work = Work()
+        sampler = GpuSampler(rules, 70, there.device)
+        sampler.edit_(there)
+        tokens = sampler.sample(there)
+        assert (device.work.launches, device.work.pinned_copies) == (9, 1)
+        assert (+device.work.waits, +device.work.copies) == ({}, {})
+        assert tokens.cpu().tolist() == sample(expected, rules).tolist()

@@ -14,14 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_runtime.engine.sampling.exponential_noise import (
-    BLOCK,
-    STREAM,
-    block_minima,
-    exponential_noise,
-    key_halves,
-)
-from megatron_runtime.model.kernels.triton_support import has_triton
+from megatron_runtime.engine.sampling.exponential_noise import BLOCK, block_minima, exponential_noise
 
 _FIRST_BLOCKS = 32
 """Blocks of a row that the first round scores."""
@@ -69,8 +62,6 @@ def gumbel_max(
         logits.new_ones(count) if temperature is None else temperature,
         logits.new_full((count,), -torch.inf) if least is None else least,
     )
-    if logits.device.type == "cuda" and has_triton():
-        return search.on_gpu()
     bounds = search.block_bounds()
     num_blocks = bounds.shape[1]
     tokens = torch.empty(count, dtype=torch.int64, device=logits.device)
@@ -97,14 +88,6 @@ class _Search:
     top: Tensor
     temperature: Tensor
     least: Tensor
-
-    def on_gpu(self) -> Tensor:
-        """int64 [R], by kernels that score every token: their search would have to wait for the device."""
-        from megatron_runtime.gpu import sampling  # Triton is not needed on other devices.
-
-        low, high = (half.to(self.logits.device) for half in key_halves(self.keys))
-        race = sampling.Race(self.rows, self.top, self.temperature, self.least, low, high)
-        return sampling.gumbel_max(self.logits, race, block=BLOCK, stream=STREAM)
 
     def block_bounds(self) -> Tensor:
         """[R, blocks], an upper bound of the scores in each block."""

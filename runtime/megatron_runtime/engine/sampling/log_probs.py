@@ -21,22 +21,31 @@ class LogProbs:
     top_values: list[list[float]]
     """[P][n], their log probabilities."""
 
+    @classmethod
+    def from_arrays(cls, chosen: Tensor, ids: Tensor, values: Tensor) -> LogProbs:
+        """From the results of `log_probs` on the host."""
+        possible = (values > -torch.inf).sum(dim=1).tolist()
+        return cls(
+            chosen.tolist(),
+            [row[:count] for row, count in zip(ids.tolist(), possible, strict=True)],
+            [row[:count] for row, count in zip(values.tolist(), possible, strict=True)],
+        )
 
-def log_probs(normalized: Tensor, targets: Tensor, top_n: int) -> LogProbs:
-    """Log probabilities of one target per row, on the host.
+
+def log_probs(normalized: Tensor, targets: Tensor, top_n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log probabilities of one target per row, and of the most likely tokens.
 
     Args:
         normalized: float32 [P, vocab], log probabilities of every token.
         targets: int64 [P].
-        top_n: Number of the most likely tokens to list; at most the vocabulary.
+        top_n: Number of the most likely tokens to list.
+
+    Returns:
+        Log probabilities of the targets, float32 [P]; the most likely tokens, int64 [P, n]; and their log
+        probabilities, float32 [P, n], in descending order. n is ``top_n``, at most the vocabulary.
     """
-    chosen = normalized.gather(1, targets[:, None]).squeeze(1).tolist()
+    chosen = normalized.gather(1, targets[:, None]).squeeze(1)
     if top_n == 0:
-        return LogProbs(chosen, [[] for _ in chosen], [[] for _ in chosen])
+        return chosen, targets.new_empty(len(targets), 0), chosen.new_empty(len(targets), 0)
     values, ids = top_k(normalized, min(top_n, normalized.shape[1]))
-    possible = (values > -torch.inf).sum(dim=1).tolist()
-    return LogProbs(
-        chosen,
-        [row[:count] for row, count in zip(ids.tolist(), possible, strict=True)],
-        [row[:count] for row, count in zip(values.tolist(), possible, strict=True)],
-    )
+    return chosen, ids, values

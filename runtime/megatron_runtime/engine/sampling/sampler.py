@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_runtime.engine.sampling.gpu_sampler import GpuSampler, has_gpu_sampler
 from megatron_runtime.engine.sampling.gumbel_max import gumbel_max, gumbel_max_among
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 from megatron_runtime.engine.sampling.top_k import row_max
@@ -14,6 +17,43 @@ from megatron_runtime.engine.sampling.truncation import least_kept, truncate
 
 NO_TOKEN = -1
 """Marks a row whose logits are not finite."""
+
+
+class Sampler(Protocol):
+    """The sampling rules of a batch of S rows, on the device of its logits."""
+
+    def edit_(self, logits: Tensor) -> None:
+        """Apply the edits to the logits, float32 [S, vocab] and contiguous, in place."""
+
+    def sample(self, logits: Tensor) -> Tensor:
+        """As the function `sample`."""
+
+    def processed_log_probs(self, logits: Tensor) -> Tensor:
+        """As the function `processed_log_probs`."""
+
+
+def make_sampler(rules: SamplingRules, vocab_size: int, device: torch.device) -> Sampler:
+    """The sampler for logits of ``vocab_size`` columns on this device."""
+    return GpuSampler(rules, vocab_size, device) if has_gpu_sampler(device) else TorchSampler(rules)
+
+
+class TorchSampler:
+    """Samples with PyTorch's operators, on any device. Only on a CPU they know results without waiting."""
+
+    def __init__(self, rules: SamplingRules) -> None:
+        self._rules = rules
+
+    def edit_(self, logits: Tensor) -> None:
+        """As in Sampler."""
+        self._rules.edit_(logits)
+
+    def sample(self, logits: Tensor) -> Tensor:
+        """As in Sampler."""
+        return sample(logits, self._rules)
+
+    def processed_log_probs(self, logits: Tensor) -> Tensor:
+        """As in Sampler."""
+        return processed_log_probs(logits, self._rules)
 
 
 def sample(logits: Tensor, rules: SamplingRules) -> Tensor:

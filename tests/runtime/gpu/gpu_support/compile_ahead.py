@@ -69,11 +69,26 @@ def row_cases() -> Iterator[Case]:
     gate = {"SIZE": 14336, "BLOCK": rows.GATE_BLOCK}
     pointers = dict.fromkeys(("output", "gates_and_values"), "bf16")
     yield "gate_rows", row_kernels.gate_rows, gate, pointers, {"num_warps": 4}
-    pointers = dict.fromkeys(("best", "logits", "tops", "temperatures", "leasts"), "fp32")
-    pointers |= {"places": "i32", "lows": "i32", "highs": "i32", "rows": "i64", "tokens": "i64"}
-    race = {"PART": sampling.PART, "BLOCK": 32, "STREAM": 0x5BD1E995}
-    yield "race_tokens", sampling_kernels.race_tokens, race, pointers, {"num_warps": sampling.WARPS}
-    yield "finish_race", sampling_kernels.finish_race, {"PARTS": 32}, pointers, {"num_warps": 1}
+
+
+def sampling_cases() -> Iterator[Case]:
+    """The same for the sampler."""
+    pointers = dict.fromkeys(("logits", "values", "best", "tops", "temperatures", "leasts"), "fp32")
+    pointers |= dict.fromkeys(("sigmas", "top_ps", "min_ps"), "fp32")
+    pointers |= dict.fromkeys(("places", "masks", "lows", "highs", "top_ks"), "i32")
+    pointers |= {"rows": "i64", "tokens": "i64"}
+    kernels, part, wide = sampling_kernels, {"PART": sampling.PART}, {"num_warps": sampling.WARPS}
+    for operation, number in sampling.OPERATIONS.items():
+        edit = {"OPERATION": number, "BLOCK": sampling.EDIT_BLOCK}
+        yield f"edit_logits {operation}", kernels.edit_logits, edit, pointers | {"places": "i64"}, {"num_warps": 4}
+    yield "exclude_tokens", kernels.exclude_tokens, part, pointers, wide
+    yield "scan_rows", kernels.scan_rows, part, pointers, wide
+    yield "finish_scan", kernels.finish_scan, {"PARTS": 32}, pointers, {"num_warps": 1}
+    block, warps = {"BLOCK": sampling.TRUNCATION_BLOCK}, {"num_warps": sampling.TRUNCATION_WARPS}
+    yield "truncate_rows", kernels.truncate_rows, block, pointers, warps
+    race = part | {"BLOCK": sampling.NOISE_BLOCK, "STREAM": sampling.NOISE_STREAM, "TRUNCATED": True}
+    yield "race_tokens", kernels.race_tokens, race, pointers, wide
+    yield "finish_race", kernels.finish_race, {"PARTS": 32}, pointers, {"num_warps": 1}
 
 
 def compiled(
@@ -117,7 +132,7 @@ def main() -> None:
     """Compile all and print the result."""
     found = {}
     for arch in CAPABILITIES:
-        for name, kernel, constants, pointers, options in (*attention_cases(arch), *row_cases()):
+        for name, kernel, constants, pointers, options in (*attention_cases(arch), *row_cases(), *sampling_cases()):
             made = compiled(kernel, constants, pointers, options, arch)
             found[f"sm_{arch} {name}"] = resources(made.asm["cubin"]) | {"shared": made.metadata.shared}
     print(json.dumps(found))

@@ -7,8 +7,8 @@ Streams, speed, and the memory of a device are not represented.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import subprocess
-import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -142,7 +142,8 @@ class PretendedDevice(TorchDispatchMode):
             kwargs = kwargs | {"device": "cpu"}
         result = func(*tree_map(_content, args), **tree_map(_content, kwargs))
         self.work.launches += name not in _VIEWS
-        self.work.waits[_line()] += name in _WAITS
+        if name in _WAITS:
+            self.work.waits[_line()] += 1
         if name == "_local_scalar_dense":
             return result
         if kwargs.get("out") is not None:
@@ -211,9 +212,11 @@ def _variant(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) -
 
 def _line() -> str:
     """The line of the runtime that is running."""
-    for frame in reversed(traceback.extract_stack(limit=40)):
-        if "megatron_runtime" in frame.filename:
-            return f"{frame.filename.split('megatron_runtime/')[1]}:{frame.lineno}"
+    frame = inspect.currentframe()
+    while frame is not None:
+        if "megatron_runtime/" in frame.f_code.co_filename:
+            return f"{frame.f_code.co_filename.split('megatron_runtime/')[1]}:{frame.f_lineno}"
+        frame = frame.f_back
     return "the test"
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from megatron_runtime.engine.sampling.filters.protocol import FilterRequest
 from megatron_runtime.engine.sampling.filters.token_filter import (
     NO_VALUES,
     FixedEdit,
     GrowingEdit,
+    Operation,
     RequestEdit,
     TokenFilter,
     TokenValues,
@@ -24,16 +23,12 @@ class LogitBias(TokenFilter):
     """Adds a bias to the logits of given tokens."""
 
     parameters = ("logit_bias",)
+    operation = Operation.ADD
 
     def start(self, request: FilterRequest) -> RequestEdit | None:
         """The request's biases."""
         biases = request.params.logit_bias
         return FixedEdit(biases) if biases else None
-
-    @staticmethod
-    def changed(logits: Tensor, values: Tensor) -> Tensor:
-        """Add the values."""
-        return logits + values
 
 
 class RepetitionPenalty(TokenFilter):
@@ -43,16 +38,12 @@ class RepetitionPenalty(TokenFilter):
     """
 
     parameters = ("repetition_penalty",)
+    operation = Operation.PENALIZE
 
     def start(self, request: FilterRequest) -> RequestEdit | None:
         """The request's penalty."""
         penalty = request.params.repetition_penalty
         return _RepetitionEdit(penalty) if penalty != 1 else None
-
-    @staticmethod
-    def changed(logits: Tensor, values: Tensor) -> Tensor:
-        """Apply the values as penalties."""
-        return torch.where(logits > 0, logits / values, logits * values)
 
 
 class FrequencyAndPresencePenalty(TokenFilter):
@@ -62,22 +53,19 @@ class FrequencyAndPresencePenalty(TokenFilter):
     """
 
     parameters = ("frequency_penalty", "presence_penalty")
+    operation = Operation.SUBTRACT
 
     def start(self, request: FilterRequest) -> RequestEdit | None:
         """The request's penalties."""
         frequency, presence = request.params.frequency_penalty, request.params.presence_penalty
         return _CountEdit(frequency, presence, request.prompt_length) if frequency or presence else None
 
-    @staticmethod
-    def changed(logits: Tensor, values: Tensor) -> Tensor:
-        """Subtract the values."""
-        return logits - values
-
 
 class MinTokens(TokenFilter):
     """Excludes the tokens that end the answer until the answer has its minimum number of tokens."""
 
     parameters = ("min_tokens",)
+    operation = Operation.EXCLUDE
 
     def start(self, request: FilterRequest) -> RequestEdit | None:
         """The request's stop tokens, until the minimum length."""
@@ -85,32 +73,24 @@ class MinTokens(TokenFilter):
         excluded = {token: np.inf for token in request.stop_ids if 0 <= token < self.vocab_size}
         return FixedEdit(excluded, until=request.prompt_length + minimum) if minimum and excluded else None
 
-    @staticmethod
-    def changed(logits: Tensor, values: Tensor) -> Tensor:
-        """Subtract the values, which are infinite."""
-        return logits - values
-
 
 class BadWords(TokenFilter):
     """Excludes the token that would complete a bad word in the answer."""
 
     parameters = ("bad_words",)
+    operation = Operation.EXCLUDE
 
     def start(self, request: FilterRequest) -> RequestEdit | None:
         """The token sequences of the request's bad words."""
         possible = [tokens for tokens in request.bad_sequences if max(tokens) < self.vocab_size]
         return _BadWordsEdit(possible, request.prompt_length) if possible else None
 
-    @staticmethod
-    def changed(logits: Tensor, values: Tensor) -> Tensor:
-        """Subtract the values, which are infinite."""
-        return logits - values
-
 
 class AllowedTokens(TokenFilter):
     """Excludes all tokens but the allowed ones."""
 
     parameters = ("allowed_token_ids",)
+    operation = Operation.EXCLUDE
 
     def start(self, request: FilterRequest) -> RequestEdit | None:
         """The tokens that the request does not allow."""
@@ -120,25 +100,16 @@ class AllowedTokens(TokenFilter):
         excluded = np.setdiff1d(np.arange(self.vocab_size), allowed, assume_unique=False)
         return FixedEdit(dict.fromkeys(excluded.tolist(), np.inf)) if len(excluded) else None
 
-    @staticmethod
-    def changed(logits: Tensor, values: Tensor) -> Tensor:
-        """Subtract the values, which are infinite."""
-        return logits - values
-
 
 class ThinkingBudget(TokenFilter):
     """Excludes all tokens but the next one of the end marker once the budget of the reasoning is spent."""
 
     parameters = ("thinking_token_budget",)
+    operation = Operation.EXCLUDE
 
     def start(self, request: FilterRequest) -> RequestEdit | None:
         """The request's limit."""
         return None if request.thinking is None else _ForcedTokens(request.thinking, self.vocab_size)
-
-    @staticmethod
-    def changed(logits: Tensor, values: Tensor) -> Tensor:
-        """Subtract the values, which are infinite."""
-        return logits - values
 
 
 class _ForcedTokens:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -28,10 +29,30 @@ class RequestEdit(Protocol):
         unchanged."""
 
 
+class Operation(Enum):
+    """What a filter does with a logit and its value."""
+
+    ADD = auto()
+    PENALIZE = auto()
+    """Divide positive logits by the value, and multiply others by it."""
+    SUBTRACT = auto()
+    EXCLUDE = auto()
+    """Minus infinity; the value is infinite."""
+
+    def apply(self, logits: Tensor, values: Tensor) -> Tensor:
+        """The changed logits [N], from logits and values [N]."""
+        if self is Operation.ADD:
+            return logits + values
+        if self is Operation.PENALIZE:
+            return torch.where(logits > 0, logits / values, logits * values)
+        return logits - values
+
+
 class TokenFilter(LogitsFilter["TokenEdits"], ABC):
     """A filter that changes the logits of single tokens, given a value for each of them."""
 
     parameters: ClassVar[tuple[str, ...]]
+    operation: ClassVar[Operation]
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         del num_rows
@@ -41,11 +62,6 @@ class TokenFilter(LogitsFilter["TokenEdits"], ABC):
     @abstractmethod
     def start(self, request: FilterRequest) -> RequestEdit | None:
         """The edit of a request; None if it does not use the filter."""
-
-    @staticmethod
-    @abstractmethod
-    def changed(logits: Tensor, values: Tensor) -> Tensor:
-        """The changed logits [N], from logits and values [N]."""
 
     def set_row(self, row: int, request: FilterRequest) -> None:
         """Start the edit of a request, if it uses the filter."""
@@ -81,13 +97,14 @@ class TokenEdits:
     places: NDArray[np.int64]
     """[N], indices into the S * vocab logits: row * vocab + token."""
     values: NDArray[np.float32]
-    """[N], the values for ``changed`` of the filter."""
+    """[N], the values for the filter's operation."""
     kind: type[TokenFilter]
 
     def apply_(self, logits: Tensor) -> None:
         """Change the logits, [S, vocab] and contiguous, in place."""
         flat, places = logits.view(-1), torch.from_numpy(self.places).to(logits.device)
-        changed = self.kind.changed(flat.index_select(0, places), torch.from_numpy(self.values).to(logits))
+        values = torch.from_numpy(self.values).to(logits)
+        changed = self.kind.operation.apply(flat.index_select(0, places), values)
         flat.index_copy_(0, places, changed)
 
 
