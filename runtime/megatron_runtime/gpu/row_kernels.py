@@ -5,33 +5,111 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+RMS = tl.constexpr(0)
+RMS_PLUS_ONE = tl.constexpr(1)
+SILU = tl.constexpr(0)
+GELU = tl.constexpr(1)
+HALF_ROOT = tl.constexpr(0.7071067811865476)
+"""The square root of a half."""
+TANH_SCALE = tl.constexpr(-1.5957691216057308)
+"""Minus twice the square root of 2 / pi."""
+
 
 @triton.jit
-def normalize_rows(output, rows, weight, eps, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr):
-    """Root mean square normalization of rows of SIZE channels. Grid: [rows].
+def normalize_rows(
+    output, summed, rows, updates, weight, bias, eps, multiplier,
+    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, KIND: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    """Normalization of rows of SIZE channels. Grid: [rows].
 
-    The quotient is rounded to the type of the rows before it is multiplied with the weight, as in the training of the
-    models.
+    ADDS: ``updates`` times ``multiplier`` are added first, and the sums are written to ``summed``; what is normalized
+    is rounded like them. The quotient of RMS is rounded to the type of the rows before it is multiplied with the
+    weight, as in the training of the models; not that of RMS_PLUS_ONE, whose weight is one less than the factor. Other
+    kinds subtract the mean, and have a bias.
     """
     channel = tl.arange(0, SIZE_PAD)
     exists = channel < SIZE
     place = tl.program_id(0).to(tl.int64) * SIZE + channel
     given = tl.load(rows + place, mask=exists, other=0.0)
+    if ADDS:
+        update = tl.load(updates + place, mask=exists, other=0.0).to(tl.float32)
+        given = (given.to(tl.float32) + multiplier * update).to(given.dtype)
+        tl.store(summed + place, given, mask=exists)
     wide = given.to(tl.float32)
-    inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide) / SIZE + eps)
-    scaled = (wide * inverse).to(given.dtype).to(tl.float32)
     factor = tl.load(weight + channel, mask=exists, other=0.0).to(tl.float32)
-    tl.store(output + place, (scaled * factor).to(output.dtype.element_ty), mask=exists)
+    if KIND == RMS:
+        inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide) / SIZE + eps)
+        result = (wide * inverse).to(given.dtype).to(tl.float32) * factor
+    elif KIND == RMS_PLUS_ONE:
+        inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide) / SIZE + eps)
+        result = wide * inverse * (1.0 + factor)
+    else:
+        wide = tl.where(exists, wide - tl.sum(wide) / SIZE, 0.0)
+        inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide) / SIZE + eps)
+        result = wide * inverse * factor + tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)
+    tl.store(output + place, result.to(output.dtype.element_ty), mask=exists)
 
 
 @triton.jit
-def gate_rows(output, gates_and_values, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """``silu(gate) * value`` of rows with SIZE gates and then SIZE values. Grid: [rows, SIZE / BLOCK]."""
+def gate_rows(output, gates_and_values, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+    """``activation(gate) * value`` of rows with SIZE gates and then SIZE values. Grid: [rows, SIZE / BLOCK].
+
+    The activation is SILU, GELU, or its approximation by a hyperbolic tangent (Hendrycks and Gimpel).
+    """
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = channel < SIZE
     gate = tl.load(gates_and_values + row * 2 * SIZE + channel, mask=exists, other=0.0)
     value = tl.load(gates_and_values + row * 2 * SIZE + SIZE + channel, mask=exists, other=0.0)
     wide = gate.to(tl.float32)
-    opened = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    if ACTIVATION == SILU:
+        opened = wide / (1.0 + tl.exp(-wide))
+    elif ACTIVATION == GELU:
+        opened = 0.5 * wide * (1.0 + tl.erf(wide * HALF_ROOT))
+    else:
+        # (1 + tanh(z)) / 2 is the logistic function of 2 z.
+        opened = wide / (1.0 + tl.exp((wide + 0.044715 * wide * wide * wide) * TANH_SCALE))
+    opened = opened.to(gate.dtype).to(tl.float32)
     tl.store(output + row * SIZE + channel, (opened * value.to(tl.float32)).to(output.dtype.element_ty), mask=exists)
+
+
+@triton.jit(do_not_specialize=["first", "count"])
+def look_up_rows(
+    output, tokens, positions, table, learned, first, count, multiplier,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_POSITIONS: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Rows of a table of ``count`` rows from token ``first`` on, and zeros for other tokens. Grid: [T, SIZE / BLOCK].
+
+    SCALED: times ``multiplier``. HAS_POSITIONS: plus the row of ``learned`` of the token's position.
+    """
+    place = tl.program_id(0)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = channel < SIZE
+    row = tl.load(tokens + place) - first
+    is_here = (row >= 0) & (row < count)
+    found = tl.load(table + row * SIZE + channel, mask=exists & is_here, other=0.0)
+    if SCALED:
+        found = (found.to(tl.float32) * multiplier).to(found.dtype)
+    if HAS_POSITIONS:
+        position = tl.load(positions + place)
+        learnt = tl.load(learned + position * SIZE + channel, mask=exists, other=0.0)
+        found = (found.to(tl.float32) + learnt.to(tl.float32)).to(found.dtype)
+    tl.store(output + place.to(tl.int64) * SIZE + channel, found, mask=exists)
+
+
+@triton.jit
+def turn_positions(
+    cosines, sines, positions, frequencies, magnitude, HALF: tl.constexpr, HALF_PAD: tl.constexpr
+):  # fmt: skip
+    """Cosines and sines of position times frequency, times ``magnitude``: rows of HALF channels, twice. Grid: [T]."""
+    place = tl.program_id(0)
+    channel = tl.arange(0, HALF_PAD)
+    exists = channel < HALF
+    angle = tl.load(positions + place).to(tl.float32) * tl.load(frequencies + channel, mask=exists, other=0.0)
+    cosine = (tl.cos(angle) * magnitude).to(cosines.dtype.element_ty)
+    sine = (tl.sin(angle) * magnitude).to(sines.dtype.element_ty)
+    target = place.to(tl.int64) * 2 * HALF + channel
+    tl.store(cosines + target, cosine, mask=exists)
+    tl.store(cosines + target + HALF, cosine, mask=exists)
+    tl.store(sines + target, sine, mask=exists)
+    tl.store(sines + target + HALF, sine, mask=exists)

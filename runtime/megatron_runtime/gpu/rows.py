@@ -1,4 +1,4 @@
-"""Norms and activations of single rows."""
+"""Norms, activations, the lookup of embeddings, and rotations: single rows, one launch each."""
 
 from __future__ import annotations
 
@@ -6,36 +6,118 @@ import torch
 from torch import Tensor
 
 from megatron_runtime.gpu.launch import launch, power_of_two
-from megatron_runtime.gpu.row_kernels import gate_rows, normalize_rows
+from megatron_runtime.gpu.row_kernels import gate_rows, look_up_rows, normalize_rows, turn_positions
 
 GATE_BLOCK = 1024
 CHANNELS_PER_WARP = 512
 MOST_WARPS = 16
+NORMS = {"rms": 0, "rms_plus_one": 1, "layer": 2}
+"""The numbers of the kinds of `normalize_rows`."""
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+"""The numbers of the activations of `gate_rows`."""
 
 
-def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension: [..., size] to [..., size]; one launch for
-    contiguous rows."""
+def normalize(rows: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str) -> Tensor:
+    """Normalize over the last dimension: [..., size] to [..., size]; ``kind`` is one of NORMS, and "layer" has a
+    bias."""
     rows = rows.contiguous()
     output = torch.empty_like(rows)
+    _normalize(output, rows, rows, rows, weight, bias, eps, 1.0, kind, adds=False)
+    return output
+
+
+def add_and_normalize(
+    rows: Tensor, updates: Tensor, multiplier: float, weight: Tensor, bias: Tensor | None, eps: float, kind: str
+) -> tuple[Tensor, Tensor]:
+    """``rows + multiplier * updates``, rounded, and its norm: both [T, size]."""
+    rows, updates = rows.contiguous(), updates.contiguous()
+    summed, output = torch.empty_like(rows), torch.empty_like(rows)
+    _normalize(output, summed, rows, updates, weight, bias, eps, multiplier, kind, adds=True)
+    return summed, output
+
+
+def _normalize(
+    output: Tensor,
+    summed: Tensor,
+    rows: Tensor,
+    updates: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    multiplier: float,
+    kind: str,
+    *,
+    adds: bool,
+) -> None:
     size = len(weight)
     launch(
         normalize_rows,
         (rows.numel() // size,),
-        (output, rows, weight, eps),
+        (output, summed, rows, updates, weight, weight if bias is None else bias, eps, float(multiplier)),
         SIZE=size,
         SIZE_PAD=power_of_two(size),
+        KIND=NORMS[kind],
+        ADDS=adds,
         num_warps=warps_for(size),
+    )
+
+
+def gated(gates_and_values: Tensor, activation: str) -> Tensor:
+    """``activation(gate) * value``: [T, 2 * size], gates first, to [T, size]; one of ACTIVATIONS."""
+    count, size = len(gates_and_values), gates_and_values.shape[1] // 2
+    output = gates_and_values.new_empty(count, size)
+    launch(
+        gate_rows,
+        (count, -(-size // GATE_BLOCK)),
+        (output, gates_and_values),
+        SIZE=size,
+        BLOCK=GATE_BLOCK,
+        ACTIVATION=ACTIVATIONS[activation],
     )
     return output
 
 
-def gated_silu(gates_and_values: Tensor) -> Tensor:
-    """``silu(gate) * value``: [T, 2 * size], gates first, to [T, size]; one launch."""
-    count, size = len(gates_and_values), gates_and_values.shape[1] // 2
-    output = gates_and_values.new_empty(count, size)
-    launch(gate_rows, (count, -(-size // GATE_BLOCK)), (output, gates_and_values), SIZE=size, BLOCK=GATE_BLOCK)
+def look_up(
+    tokens: Tensor, table: Tensor, first: int, multiplier: float, learned: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """Rows of a table, times ``multiplier``, for tokens [T]: [T, size]; zeros for tokens that the table lacks.
+
+    Args:
+        tokens: int64 [T].
+        table: [tokens here, size].
+        first: The token of the first row.
+        multiplier: Of the rows.
+        learned: A table by position, [positions, size], and positions, int64 [T]; its rows are added.
+    """
+    count, size = table.shape
+    output = table.new_empty(len(tokens), size)
+    by_position, positions = (table, tokens) if learned is None else learned
+    block = min(power_of_two(size), GATE_BLOCK)
+    launch(
+        look_up_rows,
+        (len(tokens), -(-size // block)),
+        (output, tokens, positions, table, by_position, first, count, float(multiplier)),
+        SIZE=size,
+        BLOCK=block,
+        HAS_POSITIONS=learned is not None,
+        SCALED=multiplier != 1.0,
+    )
     return output
+
+
+def rotation(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, magnitude: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, [T, 1, 2 * n], for positions, int64 [T], and frequencies, float32 [n]."""
+    half = len(frequencies)
+    cosines, sines = (torch.empty(len(positions), 1, 2 * half, dtype=dtype, device=positions.device) for _ in range(2))
+    launch(
+        turn_positions,
+        (len(positions),),
+        (cosines, sines, positions, frequencies, float(magnitude)),
+        HALF=half,
+        HALF_PAD=power_of_two(half),
+        num_warps=1,
+    )
+    return cosines, sines
 
 
 def warps_for(size: int) -> int:

@@ -11,7 +11,7 @@ from megatron_runtime.model.experts import Experts
 from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.latent_attention import MLASelfAttention
 from megatron_runtime.model.layers import FeedForward
-from megatron_runtime.model.norms import Norm, make_norm
+from megatron_runtime.model.norms import Norm, add_and_normalize, make_norm
 from megatron_runtime.model.rotary import Rotation
 from megatron_runtime.model.routing_tape import RoutingTape
 from megatron_runtime.model.self_attention import SelfAttention
@@ -58,8 +58,8 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """[T, hidden] to [T, hidden]."""
         attended = self.sum_parts(self.attention(self.attention_norm(hidden), rotary, plan, cache))
-        hidden = hidden.add(self.attention_output_norm(attended), alpha=self.residual_multiplier)
-        normed = self.feed_forward_norm(hidden)
+        attended = self.attention_output_norm(attended)
+        hidden, normed = add_and_normalize(hidden, attended, self.residual_multiplier, self.feed_forward_norm)
         is_recorded = tape is not None and isinstance(self.feed_forward, Experts)
         fed = self.sum_feed_forward(self.feed_forward(normed, tape) if is_recorded else self.feed_forward(normed))
         return hidden.add(self.feed_forward_output_norm(fed), alpha=self.residual_multiplier)

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.host_memory import empty_matrix
+from megatron_runtime.model.kernels.row_kernels import has_gpu_row_kernels
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.ranks import Ranks
 
@@ -34,12 +35,28 @@ class Embedding(nn.Module):
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """[T, hidden]."""
-        hidden = functional.embedding(batch.tokens, self.table) if self._is_whole else self._look_up(batch.tokens)
-        if self._multiplier != 1.0:
-            hidden = hidden * self._multiplier
+        if has_gpu_row_kernels(self.table):
+            hidden = self.look_up_on_gpu(batch)
+            if self._is_whole:
+                return hidden
+            hidden = self._ranks.sum(hidden)
+        else:
+            hidden = functional.embedding(batch.tokens, self.table) if self._is_whole else self._look_up(batch.tokens)
+            if self._multiplier != 1.0:
+                hidden = hidden * self._multiplier
         if self.learned_positions is not None:
             hidden = hidden + functional.embedding(batch.positions, self.learned_positions)
         return hidden
+
+    def look_up_on_gpu(self, batch: ForwardBatch) -> Tensor:
+        """The rows of this rank with their multiplier, and zeros for the others; with learned positions if this rank
+        has all rows."""
+        from megatron_runtime.gpu import rows  # Triton is not needed on other devices.
+
+        learned = None
+        if self._is_whole and self.learned_positions is not None:
+            learned = self.learned_positions, batch.positions
+        return rows.look_up(batch.tokens, self.table, self._tokens.start, self._multiplier, learned)
 
     def _look_up(self, tokens: Tensor) -> Tensor:
         """The rows of this rank, and zeros for the others. Exactly one rank has each row, so the sum is exact."""

@@ -7,17 +7,19 @@ size of the KV cache, and on three kinds of batches: single tokens with short or
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megatron_runtime.model.attention import plan_attention
 from megatron_runtime.model.decoder_layer import DecoderLayer
+from megatron_runtime.model.embedding import Embedding
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kernels.row_kernels import has_row_kernels
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.layers import FeedForward
-from megatron_runtime.model.norms import RMSNorm, SharedRMSNorm
+from megatron_runtime.model.norms import LayerNorm, Norm, RMSNorm, SharedRMSNorm, add_and_normalize
 from megatron_runtime.model.positions import Positions
 from megatron_runtime.model.self_attention import SelfAttention
 
@@ -49,6 +51,9 @@ def use_kernels(
         return
     _use_row_kernels(model.modules(), cache)
     for batch in _batches(cache.block_size_tokens, device):
+        for module in model.modules():
+            if isinstance(module, Embedding):
+                module.look_up_on_gpu(batch)
         _attend(batch, layers, positions, cache)
     if sampled_vocabulary is not None:
         from megatron_runtime.gpu import sampling
@@ -58,17 +63,24 @@ def use_kernels(
 
 def _use_row_kernels(modules: Iterable[nn.Module], cache: KVCache) -> None:
     done: set[tuple[type[nn.Module], int]] = set()
+
+    def use(kind: type[nn.Module], size: int, kernel: Callable[[Tensor], object]) -> None:
+        if (kind, size) not in done:
+            done.add((kind, size))
+            kernel(torch.zeros(1, size, dtype=cache.dtype, device=cache.device))
+
     for module in modules:
-        use: Callable[[Tensor], Tensor]
-        if isinstance(module, RMSNorm) and not isinstance(module, SharedRMSNorm):
-            size, use = len(module.weight), module
+        if isinstance(module, DecoderLayer) and not isinstance(module.feed_forward_norm, nn.Identity):
+            norm = module.feed_forward_norm
+            use(DecoderLayer, len(norm.weight), partial(_add_and_normalize, norm))
+        elif isinstance(module, RMSNorm | LayerNorm) and not isinstance(module, SharedRMSNorm):
+            use(type(module), len(module.weight), module)
         elif isinstance(module, FeedForward):
-            size, use = module.gate_up.weight.shape[0], module.combine
-        else:
-            continue
-        if (type(module), size) not in done:
-            done.add((type(module), size))
-            use(torch.zeros(1, size, dtype=cache.dtype, device=cache.device))
+            use(FeedForward, len(module.gate_up.weight), module.combine)
+
+
+def _add_and_normalize(norm: Norm, rows: Tensor) -> None:
+    add_and_normalize(rows, rows, 1.0, norm)
 
 
 def _attend(batch: ForwardBatch, layers: Iterable[tuple[int, nn.Module]], positions: Positions, cache: KVCache) -> None:

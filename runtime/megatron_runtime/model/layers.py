@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.host_memory import empty_matrix
-from megatron_runtime.model.kernels.row_kernels import gated_silu, has_row_kernels
+from megatron_runtime.model.kernels.row_kernels import gated_silu, has_gpu_row_kernels, has_row_kernels
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -49,6 +49,7 @@ class FeedForward(nn.Module):
         super().__init__()
         self.gated = config.gated_feed_forward
         self.is_silu_gated = self.gated and config.activation == "silu"
+        self.activation = config.activation
         self.activate = _ACTIVATIONS[config.activation]
         widened = 2 * intermediate_size if self.gated else intermediate_size
         self.gate_up = Linear(config.hidden_size, widened, bias=config.mlp_bias, dtype=dtype)
@@ -63,6 +64,10 @@ class FeedForward(nn.Module):
         """The input of ``down`` from the output of ``gate_up``."""
         if self.is_silu_gated and has_row_kernels(widened):
             return gated_silu(widened)
+        if self.gated and has_gpu_row_kernels(widened):
+            from megatron_runtime.gpu import rows  # Triton is not needed on other devices.
+
+            return rows.gated(widened, self.activation)
         if self.gated:
             gate, up = widened.chunk(2, dim=-1)
             return self.activate(gate) * up

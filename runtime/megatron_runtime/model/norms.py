@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.config import ModelConfig
-from megatron_runtime.model.kernels.row_kernels import has_row_kernels, rms_norm
+from megatron_runtime.model.kernels.row_kernels import has_gpu_row_kernels, has_row_kernels, rms_norm
 from megatron_runtime.parallel.ranks import Ranks
 
 
@@ -38,6 +38,8 @@ class RMSNormPlusOne(RMSNorm):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Normalize over the last dimension."""
+        if has_gpu_row_kernels(inputs):
+            return _on_gpu(self, inputs)
         return (self._scaled(inputs) * (1.0 + self.weight.float())).to(inputs.dtype)
 
 
@@ -69,11 +71,38 @@ class LayerNorm(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Normalize over the last dimension."""
+        if has_gpu_row_kernels(inputs):
+            return _on_gpu(self, inputs)
         return functional.layer_norm(inputs, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 Norm = RMSNorm | LayerNorm
 _KINDS: dict[str, type[Norm]] = {"rms": RMSNorm, "rms_plus_one": RMSNormPlusOne, "layer": LayerNorm}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+def add_and_normalize(
+    hidden: Tensor, update: Tensor, multiplier: float, norm: Norm | nn.Identity
+) -> tuple[Tensor, Tensor]:
+    """``hidden + multiplier * update``, and its norm: both [T, hidden]; on a GPU by one kernel."""
+    if type(norm) in _NAMES and has_gpu_row_kernels(hidden):
+        from megatron_runtime.gpu import rows
+
+        return rows.add_and_normalize(hidden, update, multiplier, *_parameters(norm))
+    hidden = hidden.add(update, alpha=multiplier)
+    return hidden, norm(hidden)
+
+
+def _on_gpu(norm: Norm, inputs: Tensor) -> Tensor:
+    from megatron_runtime.gpu import rows  # Triton is not needed on other devices.
+
+    return rows.normalize(inputs, *_parameters(norm))
+
+
+def _parameters(norm: nn.Module) -> tuple[Tensor, Tensor | None, float, str]:
+    """Weight, bias, epsilon and the name of the kind."""
+    assert isinstance(norm, RMSNorm | LayerNorm)
+    return norm.weight, norm.bias if isinstance(norm, LayerNorm) else None, norm.eps, _NAMES[type(norm)]
 
 
 def make_norm(config: ModelConfig, size: int, dtype: torch.dtype, among: Ranks | None = None) -> Norm:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.kernels.row_kernels import has_gpu_row_kernels
 from megatron_runtime.model.rotary import Rotation, inverse_frequencies, local_inverse_frequencies, rotation
 
 
@@ -32,10 +33,17 @@ class Positions(nn.Module):
         """The rotation of tokens at ``positions`` [T] for each layer, computed once per kind; None: no rotation."""
         made: dict[str, Rotation | None] = {"none": None}
         if "all" in self._kinds:
-            made["all"] = rotation(positions, self.frequencies, self._dtype, self._magnitude)
+            made["all"] = self._rotation(positions, self.frequencies, self._magnitude)
         if self.local_frequencies is not None:
-            made["local"] = rotation(positions, self.local_frequencies, self._dtype)
+            made["local"] = self._rotation(positions, self.local_frequencies, 1.0)
         return [made[kind] for kind in self._kinds]
+
+    def _rotation(self, positions: Tensor, frequencies: Tensor, magnitude: float) -> Rotation:
+        if has_gpu_row_kernels(frequencies):
+            from megatron_runtime.gpu import rows  # Triton is not needed on other devices.
+
+            return rows.rotation(positions, frequencies, self._dtype, magnitude)
+        return rotation(positions, frequencies, self._dtype, magnitude)
 
 
 def _kind(config: ModelConfig, layer: int) -> str:

@@ -12,6 +12,8 @@ PROGRAM = Path(__file__).parent / "gpu_support" / "compile_ahead.py"
 MOST_REGISTERS = {"attend_tiles": 255, "attend_splits": 255, "truncate_rows": 128, "race_tokens": 128}
 """By kernel: with 128, a program of 16 warps fits the registers of a processor."""
 MOST_REGISTERS_OF_OTHERS = 64
+MOST_SPILLED = {"turn_positions": 32}
+"""Bytes of local memory by kernel; 0 for others. Cosines of angles above 1e5 are reduced with a small array there."""
 MOST_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """Bytes of shared memory that a program can have, by compute capability."""
 
@@ -31,6 +33,6 @@ def test_no_kernel_spills_registers_or_exceeds_the_shared_memory(tmp_path: Path)
     assert {name.split()[0] for name in found} == {f"sm_{each}" for each in MOST_SHARED}
     for name, needed in found.items():
         capability, kernel = int(name.split()[0].removeprefix("sm_")), name.split()[1]
-        assert needed["spilled"] == 0, (name, needed)
+        assert needed["spilled"] <= MOST_SPILLED.get(kernel, 0), (name, needed)
         assert needed["registers"] <= MOST_REGISTERS.get(kernel, MOST_REGISTERS_OF_OTHERS), (name, needed)
         assert needed["shared"] <= MOST_SHARED[capability], (name, needed)

@@ -20,8 +20,10 @@ from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
 LAYERS = 2
-LAUNCHES_AROUND_LAYERS = 20
-LAUNCHES_PER_LAYER = 12
+LAUNCHES_AROUND_LAYERS = 6
+"""Embedding, rotation, and from the last layer to logits."""
+LAUNCHES_PER_LAYER = 11
+"""10 for contexts of one split."""
 LAUNCHES_OF_LOG_PROBS = 20
 
 
@@ -93,6 +95,15 @@ CASES: dict[str, dict[str, Any]] = {
     "edits": {"params": {"temperature": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 2}},
     "grammar": {"params": {"temperature": 1.0, "grammar": LOWER_CASE, "ignore_eos": False}},
     "windows and soft cap": {"model": {"layer_windows": (8, None), "attention_soft_cap": 20.0}},
+    "norms around, a gate of gelu, scaled embeddings": {
+        "model": {
+            **{"norm": "rms_plus_one", "norm_placement": "around", "activation": "gelu_tanh"},
+            **{"embedding_multiplier": 5.5, "query_key_norm": "head", "residual_multiplier": 0.5},
+        }
+    },
+    "means, no gate, learned positions": {
+        "model": {"norm": "layer", "gated_feed_forward": False, "activation": "gelu", "learned_positions": 512}
+    },
     "experts": {"model": {"architecture": "mixtral", "experts": EXPERTS}},
     "chunks and prefixes": {"config": {"max_tokens": 16, "enable_prefix_caching": True}},
     "offload": {"config": {"kv_cache_management_mode": "offload"}, "between": suspend_and_resume},

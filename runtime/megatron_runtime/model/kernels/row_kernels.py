@@ -35,11 +35,14 @@ def has_cpu_row_kernels(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype in KINDS
 
 
+def has_gpu_row_kernels(tensor: Tensor) -> bool:
+    """Whether the kernels of `gpu.rows` support the dtype and device of this tensor."""
+    return tensor.device.type == "cuda" and tensor.dtype in GPU_KINDS and has_triton()
+
+
 def has_row_kernels(tensor: Tensor) -> bool:
-    """The same for the operations of this module, which have kernels for GPUs too."""
-    if tensor.device.type == "cuda":
-        return has_triton() and tensor.dtype in GPU_KINDS
-    return has_cpu_row_kernels(tensor)
+    """The same for the operations of this module, which have kernels for both."""
+    return has_gpu_row_kernels(tensor) or has_cpu_row_kernels(tensor)
 
 
 def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -51,7 +54,7 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     if rows.device.type == "cuda":
         from megatron_runtime.gpu import rows as gpu_rows  # Triton is not needed on other devices.
 
-        return gpu_rows.rms_norm(rows, weight, eps)
+        return gpu_rows.normalize(rows, weight, None, eps, "rms")
     inputs = rows.contiguous()
     outputs = torch.empty_like(inputs)
     arrays = (as_array(part.view(-1, len(weight))) for part in (inputs, outputs))
@@ -65,7 +68,7 @@ def gated_silu(gate_and_up: Tensor) -> Tensor:
     if gate_and_up.device.type == "cuda":
         from megatron_runtime.gpu import rows as gpu_rows
 
-        return gpu_rows.gated_silu(gate_and_up)
+        return gpu_rows.gated(gate_and_up, "silu")
     outputs = gate_and_up.new_empty(len(gate_and_up), gate_and_up.shape[1] // 2)
     kernel = _gated_silu_kernel(gate_and_up.dtype is torch.bfloat16, outputs.numel() >= WORTH_SHARING)
     kernel(as_array(gate_and_up), as_array(outputs), even_shares(len(outputs)))

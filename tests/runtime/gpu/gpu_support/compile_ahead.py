@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from megatron_runtime.gpu import attention, attention_kernels, row_kernels, rows, sampling, sampling_kernels
 
 CAPABILITIES = (80, 90, 100)
-FLOATS = {"scale": "fp32", "soft_cap": "fp32", "eps": "fp32", "multiplier": "fp32"}
+FLOATS = dict.fromkeys(("scale", "soft_cap", "eps", "multiplier", "magnitude"), "fp32")
 STRIDES = ("block_stride", "head_stride")
 RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
@@ -63,12 +63,19 @@ def attention_cases(capability: int) -> Iterator[Case]:
 
 def row_cases() -> Iterator[Case]:
     """The same for operations on rows, at the sizes of an 8B model."""
-    norm = {"SIZE": 4096, "SIZE_PAD": 4096}
-    pointers = dict.fromkeys(("output", "rows", "weight"), "bf16")
-    yield "normalize_rows", row_kernels.normalize_rows, norm, pointers, {"num_warps": rows.warps_for(4096)}
-    gate = {"SIZE": 14336, "BLOCK": rows.GATE_BLOCK}
+    pointers = dict.fromkeys(("output", "summed", "rows", "updates", "weight", "bias"), "bf16")
+    for kind, number in rows.NORMS.items():
+        norm = {"SIZE": 4096, "SIZE_PAD": 4096, "KIND": number, "ADDS": True}
+        yield f"normalize_rows {kind}", row_kernels.normalize_rows, norm, pointers, {"num_warps": rows.warps_for(4096)}
     pointers = dict.fromkeys(("output", "gates_and_values"), "bf16")
-    yield "gate_rows", row_kernels.gate_rows, gate, pointers, {"num_warps": 4}
+    for activation, number in rows.ACTIVATIONS.items():
+        gate = {"SIZE": 14336, "BLOCK": rows.GATE_BLOCK, "ACTIVATION": number}
+        yield f"gate_rows {activation}", row_kernels.gate_rows, gate, pointers, {"num_warps": 4}
+    table = {"SIZE": 4096, "BLOCK": rows.GATE_BLOCK, "HAS_POSITIONS": True, "SCALED": True}
+    pointers = dict.fromkeys(("output", "table", "learned"), "bf16") | {"tokens": "i64", "positions": "i64"}
+    yield "look_up_rows", row_kernels.look_up_rows, table, pointers, {"num_warps": 4}
+    pointers = {"cosines": "bf16", "sines": "bf16", "positions": "i64", "frequencies": "fp32"}
+    yield "turn_positions", row_kernels.turn_positions, {"HALF": 64, "HALF_PAD": 64}, pointers, {"num_warps": 1}
 
 
 def sampling_cases() -> Iterator[Case]:
