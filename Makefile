@@ -16,7 +16,7 @@ KERNELS := $(abspath $(VENV))/kernels
 PYTEST := NUMBA_CACHE_DIR=$(KERNELS) $(BIN)/python -u -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 LOCAL := $(BIN)/megatron-operator local --map-path /models=$(CACHE)/models
 
-.PHONY: help demo serve test announce test-quick test-long kernels check bench chaos venv dev model control-plane clients images release e2e crd clean
+.PHONY: help demo serve test announce test-quick test-long kernels check bench chaos gpu gpu-dry venv dev model control-plane clients images release e2e crd clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,10 +50,16 @@ check: dev ## check lint, format, types, layers and generated files
 	@$(BIN)/python tools/metrics_reference.py --check
 	@$(BIN)/python tools/command_line_reference.py --check
 
-BENCHMARKS ?= $(filter-out benchmarks/reliability.py,$(wildcard benchmarks/*.py))
+BENCHMARKS ?= $(filter-out benchmarks/reliability.py benchmarks/gpu.py,$(wildcard benchmarks/*.py))
 
 bench: dev model ## run the benchmarks, each beside a named peer
 	@set -e; for benchmark in $(BENCHMARKS); do echo "== $$benchmark"; $(BIN)/python $$benchmark $(ARGS); done
+
+gpu: dev ## check kernels and engine on this machine's GPU, and measure their speed
+	@$(BIN)/python benchmarks/gpu.py $(ARGS)
+
+gpu-dry: dev ## run all of make gpu at toy sizes, without a GPU
+	@$(BIN)/python benchmarks/gpu.py --dry-run $(ARGS)
 
 chaos: dev model control-plane ## measure what clients see while pods, ranks, node, operator and API server fail; needs root
 	@$(BIN)/python benchmarks/reliability.py $(ARGS)

@@ -66,11 +66,22 @@ class PagedCase:
             torch.tensor([0, *torch.tensor([new for _, new in lengths]).cumsum(0).tolist()], dtype=torch.int32),
         )
 
+    def on(self, device: torch.device) -> PagedCase:
+        """A copy on this device."""
+        rotation = None if self.rotation is None else (self.rotation[0].to(device), self.rotation[1].to(device))
+        return self._like(
+            heads=self.heads.to(device),
+            rotation=rotation,
+            cache=(self.cache[0].to(device), self.cache[1].to(device)),
+            tables=self.tables.to(device),
+            slots=self.slots.to(device),
+            query_starts=self.query_starts.to(device),
+        )
+
     def attend(self, window: int | None, soft_cap: float | None) -> Tensor:
         """By the kernels."""
-        batch = attention.PagedBatch(
-            self.slots, self.query_starts, torch.tensor([n for n, _ in self.lengths], dtype=torch.int32), self.tables
-        )
+        lengths = torch.tensor([length for length, _ in self.lengths], dtype=torch.int32).to(self.heads.device)
+        batch = attention.PagedBatch(self.slots, self.query_starts, lengths, self.tables)
         return attention.attend(self.heads, self.rotation, self.cache, batch, window, soft_cap)
 
     def expected(self, window: int | None, soft_cap: float | None) -> Tensor:

@@ -1,0 +1,73 @@
+"""What only a GPU can show: whether the kernels and the engine compute the right thing on it, and how fast.
+
+Kernels in every type against float64 or the CPU, the bits of a request in several batches, the engine's tokens against
+those of the CPU, the memory that a suspended engine gives back, and the speed of passes of a Llama-3.1-8B with random
+weights as a share of what this device can do. Prints one table; exits with 1 if a result is wrong. Needs no network.
+
+    python benchmarks/gpu.py                 # or: make gpu
+    python benchmarks/gpu.py --dry-run       # or: make gpu-dry; toy sizes, on tensors that only say they are on a GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+TESTS = Path(__file__).parent.parent / "tests" / "runtime"
+
+
+def main() -> int:
+    """0, or 1 if a result is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry-run", action="store_true", help="without a GPU: toy sizes, and times that say nothing")
+    is_dry: bool = parser.parse_args().dry_run
+    sys.path[:0] = [str(TESTS), str(TESTS / "gpu")]  # their cases are also those of this program
+    if is_dry:
+        os.environ["TRITON_INTERPRET"] = "1"  # before the import of Triton
+        with dry_device():
+            return report(is_dry)
+    import torch
+
+    if not torch.cuda.is_available():
+        print(f"error: PyTorch {torch.__version__} finds no GPU; use --dry-run without one", file=sys.stderr)
+        return 1
+    return report(is_dry)
+
+
+def report(is_dry: bool) -> int:
+    """Run all checks and measurements, and print them."""
+    from gpu_checks import correctness, speed
+    from gpu_checks.results import REAL, TOY, device_name, print_results, run
+
+    sizes = TOY if is_dry else REAL
+    print(f"device: {'none; this is a dry run, whose times say nothing' if is_dry else device_name()}\n")
+    results = [*run(correctness.checks(sizes)), *run(speed.checks(sizes))]
+    print_results(results)
+    wrong = [result.name for result in results if result.is_wrong]
+    if wrong:
+        print(f"\nwrong: {', '.join(wrong)}")
+    return 1 if wrong else 0
+
+
+@contextmanager
+def dry_device() -> Iterator[None]:
+    """The pretended device of the tests, as a GPU of compute capability 9.0."""
+    import numpy as np
+    from gpu_support.pretended import load_device_guard, pretended_device
+
+    from megatron_runtime.gpu import launch
+
+    with tempfile.TemporaryDirectory() as folder:
+        load_device_guard(Path(folder))
+    launch._capability = lambda _: 90
+    with np.errstate(over="ignore"), pretended_device():
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())

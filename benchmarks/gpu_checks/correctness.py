@@ -1,0 +1,171 @@
+"""Whether kernels and engine compute the right thing, with the cases of the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_support.paged import PagedCase
+from runtime_support.byte_backend import END, byte_backend
+from torch import Tensor
+
+from gpu_checks.results import DEVICE, Check, Result, Sizes
+from megatron_runtime.config import InferenceConfig
+from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.engine.sampling.exponential_noise import noise_keys
+from megatron_runtime.engine.sampling.filters.truncations import MinP, TopK, TopNSigma, TopP
+from megatron_runtime.engine.sampling.sampler import make_sampler, sample
+from megatron_runtime.engine.sampling.sampling_table import SamplingRules
+from megatron_runtime.gpu import rows
+from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.sampling_params import SamplingParams
+
+LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+"""Largest relative errors of a kernel, by type: of the norm of the result."""
+ATTENTION: dict[str, tuple[tuple[tuple[int, int], ...], tuple[int, int], int, int | None, float | None]] = {
+    "single tokens": (((1, 1), (17, 1), (40, 1)), (4, 2), 64, None, None),
+    "prompts and single tokens": (((20, 1), (33, 20), (5, 5)), (4, 2), 128, None, None),
+    "window and soft cap": (((40, 1), (36, 9)), (2, 1), 64, 13, 5.0),
+    "wide heads, several splits": (((530, 1), (9, 9)), (2, 1), 256, None, None),
+}
+"""Lengths and new tokens, heads on key heads, width, window and soft cap."""
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "all samplers": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2},
+}
+
+
+def checks(sizes: Sizes) -> Iterator[Check]:
+    """Kernels, bits, engine and memory."""
+    for dtype in sizes.dtypes:
+        kind = str(dtype).removeprefix("torch.")
+        yield f"attention, {kind}", partial(check_attention, dtype)
+        yield f"rows, {kind}", partial(check_rows, dtype)
+    yield "bits of a request in other batches", partial(check_bits, sizes.dtypes[-1])
+    yield "sampled tokens", partial(check_sampler, sizes.vocabulary)
+    yield "engine's tokens", check_engine
+    if sizes.has_gpu:
+        yield "KV cache given back on suspend", check_suspended_memory
+
+
+def compared(name: str, found: Tensor, expected: Tensor, dtype: torch.dtype) -> Result:
+    """By the norm of the difference."""
+    wide = expected.double()
+    error = float((found.cpu().double() - wide).norm() / wide.norm())
+    limit = LIMITS[dtype]
+    kind = str(dtype).removeprefix("torch.")
+    return Result(f"{name}, {kind}", f"error {error:.1e}", f"{limit:.1e}", is_wrong=not error <= limit)
+
+
+def check_attention(dtype: torch.dtype) -> Iterator[Result]:
+    """Against float64."""
+    for name, (lengths, heads, width, window, soft_cap) in ATTENTION.items():
+        case = PagedCase.random(lengths, heads, width, 16, dtype)
+        there = case.on(DEVICE)
+        found = there.attend(window, soft_cap)
+        cache = (there.cache[0].cpu(), there.cache[1].cpu())
+        yield compared(f"attention: {name}", found, replace(case, cache=cache).expected(window, soft_cap), dtype)
+
+
+def check_rows(dtype: torch.dtype) -> Iterator[Result]:
+    """Norms and gates against float64."""
+    generator = torch.Generator().manual_seed(5)
+    given, update, weight = (torch.randn(*size, generator=generator).to(dtype) for size in ((3, 96), (3, 96), (96,)))
+    there = [each.to(DEVICE) for each in (given, update, weight)]
+    summed, normed = rows.add_and_normalize(there[0], there[1], 1.0, there[2], None, 1e-5, "rms")
+    wide = summed.cpu().double()
+    expected = weight.double() * wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    yield compared("sum", summed, given.double() + update.double(), dtype)
+    yield compared("norm", normed, expected, dtype)
+    gate, value = given.double().chunk(2, dim=1)
+    yield compared("gate of silu", rows.gated(there[0], "silu"), gate * gate.sigmoid() * value, dtype)
+
+
+def check_bits(dtype: torch.dtype) -> Iterator[Result]:
+    """A single token alone, beside a longer context, and beside a prompt."""
+    alone = PagedCase.random(((90, 1),), (4, 2), 64, 16, dtype)
+    others = [PagedCase.random(((90, 1), other), (4, 2), 64, 16, dtype) for other in ((521, 1), (7, 7))]
+    bits = [case.with_first_of(alone).on(DEVICE).attend(None, None)[:1].cpu() for case in (alone, *others)]
+    differing = sum(not torch.equal(bits[0], other) for other in bits[1:])
+    yield Result("bits of a request in other batches", f"{differing} of 2 differ", "0", is_wrong=differing > 0)
+
+
+def check_sampler(vocabulary: int) -> Iterator[Result]:
+    """Tokens of the device against those of the CPU; the edge of a top-p may be rounded differently."""
+    count = 8
+    logits = torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(3)) * 3
+    keys = noise_keys(np.arange(count, dtype=np.uint64), np.full(count, 7))
+    truncations = (
+        TopNSigma.of(np.full(count, 3, np.float32)),
+        TopK.of(np.full(count, 50, np.int32)),
+        TopP.of(np.full(count, 0.9, np.float32)),
+        MinP.of(np.full(count, 0.01, np.float32)),
+    )
+    rules = SamplingRules(np.full(count, 0.8, np.float32), keys, truncations)
+    there = logits.to(DEVICE)
+    found = make_sampler(rules, vocabulary, there.device).sample(there).cpu().tolist()
+    differing = sum(one != other for one, other in zip(found, sample(logits, rules).tolist(), strict=True))
+    yield Result("sampled tokens", f"{differing} of {count} differ", "0", is_wrong=differing > 0)
+
+
+def small_model() -> Decoder:
+    """Two layers of random weights that make the most likely token unambiguous."""
+    sizes: dict[str, Any] = {"vocab_size": END + 1, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_kv_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
+    sizes |= {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False}
+    model = Decoder(ModelConfig(architecture="llama", **sizes), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    for weight in model.parameters():
+        weight.data.fill_(1.0) if weight.dim() == 1 else weight.data.normal_(std=0.4, generator=generator)
+    return model
+
+
+def make_engine(model: Decoder, cache_bytes: int = 1 << 20) -> DynamicInferenceEngine:
+    """For a few short requests."""
+    tokenizer = Tokenizer(byte_backend(), location="bytes", eod=END)
+    settings = InferenceConfig(kv_cache_memory_bytes=cache_bytes, max_sequence_length=128, max_requests=4)
+    return DynamicInferenceEngine.build(model, tokenizer, settings)
+
+
+def generate(model: Decoder, params: dict[str, Any]) -> list[list[int]]:
+    """Tokens of two requests."""
+    engine = make_engine(model)
+    given = {"seed": 7, "num_tokens_to_generate": 4, "ignore_eos": True} | params
+    futures = [engine.add_request(at, [65 + at] * (5 + 9 * at), SamplingParams(**given)) for at in range(2)]
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    return [future.result(timeout=0).merge().generated_tokens for future in futures]
+
+
+def on_device(model: Decoder) -> Decoder:
+    """A copy on the GPU."""
+    there = Decoder(model.config, dtype=model.dtype, device=DEVICE)
+    there.copy_from(model)
+    return there
+
+
+def check_engine() -> Iterator[Result]:
+    """Its tokens in float32 against those of the CPU."""
+    model = small_model()
+    for name, params in SAMPLERS.items():
+        expected, found = generate(model, params), generate(on_device(model), params)
+        words = "equal" if found == expected else f"{found} instead of {expected}"
+        yield Result(f"engine's tokens, {name}", words, "those of the CPU", is_wrong=found != expected)
+
+
+def check_suspended_memory() -> Iterator[Result]:
+    """The share of the KV cache's memory that the driver has back after `suspend`."""
+    engine = make_engine(on_device(small_model()), cache_bytes=4 << 30)
+    torch.cuda.empty_cache()
+    before, _ = torch.cuda.mem_get_info(DEVICE)
+    engine.suspend()
+    after, _ = torch.cuda.mem_get_info(DEVICE)
+    engine.resume()
+    share = (after - before) / engine.context.kv_cache.num_bytes
+    yield Result("KV cache given back on suspend", f"{share:.1%}", "95.0%", is_wrong=share < 0.95)

@@ -1,0 +1,117 @@
+"""Results of checks and measurements, and the sizes at which they run."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from peers.command_line import print_table
+
+DEVICE = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class Result:
+    """A row of the table."""
+
+    name: str
+    value: str
+    limit: str = ""
+    """What a check demands; empty for a measurement."""
+    is_wrong: bool = False
+
+
+Check = tuple[str, Callable[[], Iterable[Result]]]
+"""The name of some checks or measurements, and what runs them."""
+
+
+def run(checks: Iterable[Check]) -> Iterator[Result]:
+    """The results of all checks; one that fails with an error is wrong, and the others run nevertheless."""
+    for name, check in checks:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        try:
+            yield from check()
+        except Exception as error:
+            traceback.print_exc()
+            words = str(error).strip().splitlines() or [""]
+            yield Result(name, f"{type(error).__name__}: {words[0]:.80}", "no error", is_wrong=True)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Those of the measurements."""
+
+    dtypes: tuple[torch.dtype, ...]
+    """Of the checked kernels."""
+    model: dict[str, Any]
+    """Fields of ModelConfig."""
+    dtype: torch.dtype
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    prompt: int
+    """Tokens of the measured prefill."""
+    copied_bytes: int
+    matrix: int
+    repeats: int
+    has_gpu: bool = True
+    page: int = 16
+
+    @property
+    def vocabulary(self) -> int:
+        """Of the model."""
+        return int(self.model["vocab_size"])
+
+
+_LLAMA_8B = {
+    **{"architecture": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336},
+    **{"num_layers": 32, "num_attention_heads": 32, "num_kv_heads": 8, "head_dim": 128, "rope_theta": 5e5},
+    **{"max_position_embeddings": 16384, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+}
+_TINY = _LLAMA_8B | {
+    **{"vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "head_dim": 8},
+    **{"num_attention_heads": 4, "num_kv_heads": 2, "max_position_embeddings": 256},
+}
+REAL = Sizes(
+    dtypes=(torch.float32, torch.float16, torch.bfloat16),
+    model=_LLAMA_8B,
+    dtype=torch.bfloat16,
+    batches=(1, 8, 32, 128, 256),
+    contexts=(1024, 8192),
+    prompt=8192,
+    copied_bytes=4 << 30,
+    matrix=8192,
+    repeats=20,
+)
+# Triton's interpreter multiplies bfloat16 wrongly.
+TOY = Sizes(
+    dtypes=(torch.float16,),
+    model=_TINY,
+    dtype=torch.float32,
+    batches=(1, 2),
+    contexts=(20,),
+    prompt=20,
+    copied_bytes=1 << 10,
+    matrix=16,
+    repeats=1,
+    has_gpu=False,
+)
+
+
+def print_results(results: list[Result]) -> None:
+    """One Markdown table."""
+    rows = [
+        [each.name, each.value, each.limit, "" if not each.limit else "WRONG" if each.is_wrong else "ok"]
+        for each in results
+    ]
+    print_table([["check or measurement", "result", "limit", ""], *rows])
+
+
+def device_name() -> str:
+    """Of the card, with its memory and the versions."""
+    properties = torch.cuda.get_device_properties(DEVICE)
+    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, PyTorch {torch.__version__}"

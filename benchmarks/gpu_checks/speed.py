@@ -1,0 +1,133 @@
+"""The speed of this device, and of passes of a model with random weights as shares of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gpu_checks.results import DEVICE, Check, Result, Sizes
+from megatron_runtime.gpu.sampling import row_max
+from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.kv_cache import KVCache
+
+SHARE_OF_FREE_MEMORY = 0.8
+
+
+def checks(sizes: Sizes) -> Iterator[Check]:
+    """Ceilings, and passes of one model."""
+    yield "speed", partial(measure, sizes)
+
+
+@torch.inference_mode()
+def measure(sizes: Sizes) -> Iterator[Result]:
+    """Ceilings, decode passes and a prefill."""
+    bandwidth, flops = copied_bytes_per_second(sizes), products_per_second(sizes)
+    yield Result("ceiling: copy", f"{bandwidth / 1e9:.3g} GB/s read and written")
+    yield Result("ceiling: matrix product", f"{flops / 1e12:.3g} TFLOP/s")
+    model = random_model(sizes)
+    weights = sum(each.numel() * each.element_size() for name, each in model.named_parameters() if "embed" not in name)
+    yield prefill(model, sizes, weights, flops)
+    for context in sizes.contexts:
+        for requests in sizes.batches:
+            yield decode(model, sizes, requests, context, weights, bandwidth)
+
+
+def seconds(work: Callable[[], object], sizes: Sizes) -> float:
+    """Of one call, the fastest of several after a warm-up."""
+    work()
+    found = []
+    for _ in range(sizes.repeats):
+        wait(sizes)
+        start = time.perf_counter()
+        work()
+        wait(sizes)
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def wait(sizes: Sizes) -> None:
+    """Until the device has done all."""
+    if sizes.has_gpu:
+        torch.cuda.synchronize(DEVICE)
+
+
+def copied_bytes_per_second(sizes: Sizes) -> float:
+    """Bytes that a copy reads and writes."""
+    source = torch.zeros(sizes.copied_bytes, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * sizes.copied_bytes / seconds(lambda: target.copy_(source), sizes)
+
+
+def products_per_second(sizes: Sizes) -> float:
+    """Additions and multiplications of a product of square matrices."""
+    one = torch.ones(sizes.matrix, sizes.matrix, dtype=sizes.dtype, device=DEVICE)
+    return 2 * sizes.matrix**3 / seconds(lambda: one @ one, sizes)
+
+
+def random_model(sizes: Sizes) -> Decoder:
+    """On the device."""
+    model = Decoder(ModelConfig(**sizes.model), dtype=sizes.dtype, device=DEVICE)
+    for weight in model.parameters():
+        weight.data.fill_(1.0) if weight.dim() == 1 else weight.data.normal_(std=0.02)
+    return model
+
+
+def decode(model: Decoder, sizes: Sizes, requests: int, context: int, weights: int, bandwidth: float) -> Result:
+    """A pass of single tokens, with greedy sampling; the floor reads all weights and the cache once."""
+    name = f"decode, batch {requests}, context {context}"
+    blocks = -(-context // sizes.page)
+    cache_bytes = KVCache.block_bytes(model.config, sizes.page, sizes.dtype) * blocks * requests
+    if sizes.has_gpu:
+        torch.cuda.empty_cache()
+    if sizes.has_gpu and cache_bytes > SHARE_OF_FREE_MEMORY * torch.cuda.mem_get_info(DEVICE)[0]:
+        return Result(name, f"not measured: the cache has {cache_bytes / 1e9:.0f} GB")
+    batch, cache = (
+        batch_of(sizes, requests, context, 1),
+        KVCache(model.config, blocks * requests, sizes.page, sizes.dtype, DEVICE),
+    )
+    took = seconds(lambda: row_max(logits_of(model, batch, cache)), sizes)
+    # A copy reads and writes each byte, so reading alone takes half of its bytes at this rate, or more.
+    floor = (weights + cache_bytes) / bandwidth
+    return Result(name, f"{took * 1e3:.3g} ms, {requests / took:.4g} tokens/s, {floor / took:.0%} of the floor")
+
+
+def prefill(model: Decoder, sizes: Sizes, weights: int, flops: float) -> Result:
+    """One prompt; only the products with weights are counted."""
+    blocks = -(-sizes.prompt // sizes.page)
+    batch = batch_of(sizes, 1, sizes.prompt, sizes.prompt)
+    cache = KVCache(model.config, blocks, sizes.page, sizes.dtype, DEVICE)
+    took = seconds(lambda: logits_of(model, batch, cache), sizes)
+    rate = 2 * weights / sizes.dtype.itemsize * sizes.prompt / took
+    words = f"{took * 1e3:.4g} ms, {sizes.prompt / took:.4g} tokens/s, {rate / flops:.0%} of the ceiling"
+    return Result(f"prefill of {sizes.prompt} tokens", words)
+
+
+def logits_of(model: Decoder, batch: ForwardBatch, cache: KVCache) -> Tensor:
+    """Of the last token of each request."""
+    logits = model(batch, cache)
+    assert isinstance(logits, Tensor)
+    return logits
+
+
+def batch_of(sizes: Sizes, requests: int, context: int, new: int) -> ForwardBatch:
+    """The last ``new`` tokens of each of some contexts, which have blocks of their own."""
+    blocks = -(-context // sizes.page)
+    tables = torch.arange(requests * blocks, dtype=torch.int32).view(requests, blocks)
+    positions = torch.arange(context - new, context)
+    slots = tables[:, positions // sizes.page].long() * sizes.page + positions % sizes.page
+    parts = {
+        "tokens": torch.full((requests * new,), 65),
+        "positions": positions.repeat(requests),
+        "slots": slots.flatten(),
+        "query_starts": torch.arange(0, requests * new + 1, new, dtype=torch.int32),
+        "context_lengths": torch.full((requests,), context, dtype=torch.int32),
+        "block_tables": tables,
+        "logit_rows": torch.arange(1, requests + 1) * new - 1,
+    }
+    return ForwardBatch(**{name: values.to(DEVICE) for name, values in parts.items()})
