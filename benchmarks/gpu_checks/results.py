@@ -56,6 +56,8 @@ class Sizes:
     prompt: int
     """Tokens of the measured prefill."""
     copied_bytes: int
+    cache_bytes: int
+    """Of the engine that is suspended."""
     matrix: int
     repeats: int
     has_gpu: bool = True
@@ -84,6 +86,7 @@ REAL = Sizes(
     contexts=(1024, 8192),
     prompt=8192,
     copied_bytes=4 << 30,
+    cache_bytes=4 << 30,
     matrix=8192,
     repeats=20,
 )
@@ -96,6 +99,7 @@ TOY = Sizes(
     contexts=(20,),
     prompt=20,
     copied_bytes=1 << 10,
+    cache_bytes=1 << 20,
     matrix=16,
     repeats=1,
     has_gpu=False,

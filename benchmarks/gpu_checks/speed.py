@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gpu_checks import memory
 from gpu_checks.results import DEVICE, Check, Result, Sizes
 from megatron_runtime.gpu.sampling import row_max
 from megatron_runtime.model.config import ModelConfig
@@ -20,18 +21,19 @@ SHARE_OF_FREE_MEMORY = 0.8
 
 
 def checks(sizes: Sizes) -> Iterator[Check]:
-    """Ceilings, and passes of one model."""
-    yield "speed", partial(measure, sizes)
+    """With one model."""
+    yield "memory and speed", partial(measure, sizes)
 
 
 @torch.inference_mode()
 def measure(sizes: Sizes) -> Iterator[Result]:
-    """Ceilings, decode passes and a prefill."""
+    """Ceilings, the memory of a suspended engine, a prefill, and decode passes."""
     bandwidth, flops = copied_bytes_per_second(sizes), products_per_second(sizes)
     yield Result("ceiling: copy", f"{bandwidth / 1e9:.3g} GB/s read and written")
     yield Result("ceiling: matrix product", f"{flops / 1e12:.3g} TFLOP/s")
     model = random_model(sizes)
     weights = sum(each.numel() * each.element_size() for name, each in model.named_parameters() if "embed" not in name)
+    yield memory.check_suspended(model, sizes)
     yield prefill(model, sizes, weights, flops)
     for context in sizes.contexts:
         for requests in sizes.batches:

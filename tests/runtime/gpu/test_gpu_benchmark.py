@@ -36,7 +36,7 @@ def test_the_dry_run_goes_through_all_checks_and_finds_nothing_wrong(
         "engine's tokens, all",
         "decode, batch 2",
     )
-    assert all(f"| {name}" in printed for name in (*names, "ceiling: copy", "prefill of 20 tokens"))
+    assert all(f"| {name}" in printed for name in (*names, "KV cache given", "ceiling: copy", "prefill of 20 tokens"))
     assert "WRONG" not in printed
 
 
