@@ -39,6 +39,7 @@ FIELD_OF_FLAG = {
     "--frontend-replicas": "spec.frontend.replicas",
     "--parsers": "spec.frontend.parsers",
     "--generation-config": "spec.frontend.generationConfig",
+    "--pooling": "spec.frontend.pooling",
     "--trust-request-chat-template": "spec.frontend.trustRequestChatTemplate",
     "--no-page": "spec.frontend.page",
     "--drain-timeout": "spec.rollout.drainTimeout",

@@ -144,6 +144,9 @@ class HttpFlags:
             " a file or its folder."
         ),
     ] = HttpOptions.generation_config
+    pooling: Annotated[
+        str, typer.Option(help="Hidden states of /v1/embeddings and /v1/score: last (of the last token) or mean.")
+    ] = HttpOptions.pooling
     trust_request_chat_template: Annotated[
         bool,
         typer.Option(
@@ -169,6 +172,7 @@ class HttpFlags:
             shared_prefix_cache=self.shared_prefix_cache,
             megatron_http=self.megatron_http,
             generation_config=self.generation_config,
+            pooling=self.pooling,
             trust_request_chat_template=self.trust_request_chat_template,
             tls_cert=None if self.tls_cert is None else str(self.tls_cert),
             tls_key=None if self.tls_key is None else str(self.tls_key),

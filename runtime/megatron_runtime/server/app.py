@@ -18,6 +18,7 @@ from megatron_runtime.server.frontend_context import FrontendContext
 from megatron_runtime.server.management_routes import control_routes, load_routes
 from megatron_runtime.server.openai.generation_routes import generation_routes
 from megatron_runtime.server.openai.model_routes import model_routes, token_routes
+from megatron_runtime.server.openai.pooling_routes import pooling_routes
 from megatron_runtime.server.page_routes import add_page
 from megatron_runtime.server.profile_routes import profile_routes
 from megatron_runtime.server.request_log import REQUEST_ID, RequestLog, access_log
@@ -57,6 +58,7 @@ def _routers(frontend: FrontendContext) -> Iterator[APIRouter]:
     for shown in ({"prefix": "/v1"}, {"include_in_schema": False}):
         yield generation_routes(frontend, dependencies=guarded, **shown)
         yield message_routes(frontend, dependencies=guarded, **shown)
+        yield pooling_routes(frontend, dependencies=guarded, **shown)
         yield model_routes(frontend, dependencies=guarded, **shown)
         if frontend.options.http.megatron_http:
             yield profile_routes(frontend, dependencies=guarded, **shown)

@@ -70,15 +70,15 @@ class FrontendContext:
             message = "send the control token as Authorization: Bearer <token>"
             raise ApiError(401, message, code="invalid_control_token")
 
-    def cache_salt(self, request: Request, body: GenerationBody) -> str | None:
+    def cache_salt(self, request: Request, of_field: str | None) -> str | None:
         """The salt of the request's prefixes: of its field, and of its API key unless keys share their prefixes.
 
         None without either, so that all such requests share their prefixes.
         """
         if self.api_keys is None or self.options.http.shared_prefix_cache:
-            return body.cache_salt
+            return of_field
         of_key = self.api_keys.cache_salt(request.headers.get("authorization"), request.headers.get("x-api-key"))
-        return hashlib.sha256(f"{of_key}/{body.cache_salt or ''}".encode()).hexdigest()
+        return hashlib.sha256(f"{of_key}/{of_field or ''}".encode()).hexdigest()
 
     def check_model(self, name: str) -> None:
         """Raises ApiError 404 unless ``name`` is the served model, or Megatron's clients are served."""
@@ -115,16 +115,20 @@ class FrontendContext:
             for sample in range(body.n)
         ]
 
-    def generation(self, body: GenerationBody, tasks: list[ChoiceTask], key: IdempotencyKey | None) -> Generation:
-        """Runs the choices of ``body``. Raises ApiError 409 if a request with the same key is running."""
+    def generation(self, tasks: list[ChoiceTask], key: IdempotencyKey | None, *, timeout: float | None) -> Generation:
+        """Runs the choices of a request, which ends after ``timeout`` seconds or the server's limit.
+
+        Raises:
+            ApiError: 409 if a request with the same key is running.
+        """
         if key is not None:
             running = {future.request_uuid for future in self.client.completion_futures.values()}
             if any(task.uuid in running for task in tasks):
                 raise already_running()
         runner = ChoiceRunner(self.client, self.tokenizer, self.metrics)
         longest = self.options.request_timeout
-        timeout = longest if body.timeout is None else min(body.timeout, longest)
-        return Generation(runner, tasks, timeout=timeout, admission=self.admission)
+        limit = longest if timeout is None else min(timeout, longest)
+        return Generation(runner, tasks, timeout=limit, admission=self.admission)
 
     def _task(
         self,

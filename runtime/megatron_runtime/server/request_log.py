@@ -44,6 +44,7 @@ COUNTED_PATHS = (
     "/v1/responses",
     *ANTHROPIC_PATHS,
     "/v1/embeddings",
+    "/v1/score",
     "/v1/models",
     "/tokenize",
     "/detokenize",

@@ -6,12 +6,10 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import BaseModel
 
 from megatron_runtime.server import documentation
 from megatron_runtime.server.body_route import body_route
 from megatron_runtime.server.documentation import answers, request_example
-from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.frontend_context import FrontendContext
 from megatron_runtime.server.json_response import JsonResponse
 from megatron_runtime.server.openai.tokenization import (
@@ -21,12 +19,6 @@ from megatron_runtime.server.openai.tokenization import (
     tokenize,
     tokenizer_info,
 )
-
-
-class EmbeddingsBody(BaseModel):
-    """``POST /v1/embeddings``, which is not supported."""
-
-    model: str
 
 
 def model_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
@@ -41,12 +33,6 @@ def model_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
     async def model(name: str) -> dict[str, Any]:
         frontend.check_model(name)
         return _model(frontend)
-
-    @router.post("/embeddings", responses=answers({}), summary="Not supported: the served model has no embeddings")
-    async def embeddings(body: EmbeddingsBody) -> None:
-        frontend.check_model(body.model)
-        message = f"model: {body.model!r} generates text and has no embeddings; use a server with an embedding model"
-        raise ApiError(400, message, param="model", code="unsupported_endpoint")
 
     return router
 
