@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -13,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from megatron_runtime.server.anthropic.message_routes import ERROR_RESPONSES, message_routes
 from megatron_runtime.server.body_limit import BodyLimit
-from megatron_runtime.server.errors import install_error_handlers
+from megatron_runtime.server.errors import formatted_error, install_error_handlers
 from megatron_runtime.server.frontend_context import FrontendContext
 from megatron_runtime.server.management_routes import control_routes, load_routes
 from megatron_runtime.server.openai.generation_routes import generation_routes
@@ -82,7 +83,12 @@ def _add_middleware(app: FastAPI, frontend: FrontendContext) -> None:
             allow_headers=["*"],
             expose_headers=[REQUEST_ID, "retry-after"],
         )
-    app.add_middleware(RequestLog, metrics=frontend.metrics, write=access_log(http.access_log))
+    app.add_middleware(
+        RequestLog,
+        metrics=frontend.metrics,
+        write=access_log(http.access_log),
+        respond=partial(formatted_error, ERROR_RESPONSES),
+    )
 
 
 def _probes(frontend: FrontendContext, **common: Any) -> APIRouter:

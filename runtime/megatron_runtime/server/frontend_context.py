@@ -173,5 +173,5 @@ class FrontendContext:
         vocab_size = self.tokenizer.vocab_size
         params = sampling_params(body, sample=sample, limit=limit, vocab_size=vocab_size, grammar=grammar)
         params.cache_salt = cache_salt
-        parsing.limit_thinking(params)
+        parsing.limit_thinking(params, body.thinking_budget)
         return params
