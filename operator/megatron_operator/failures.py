@@ -41,6 +41,7 @@ FIELD_OF_FLAG = {
     "--generation-config": "spec.frontend.generationConfig",
     "--pooling": "spec.frontend.pooling",
     "--trust-request-chat-template": "spec.frontend.trustRequestChatTemplate",
+    "--media-placeholder": "spec.frontend.mediaPlaceholder",
     "--no-page": "spec.frontend.page",
     "--drain-timeout": "spec.rollout.drainTimeout",
     "--auto-suspend-after": "spec.autoSuspend.idleAfter",

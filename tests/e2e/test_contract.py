@@ -150,7 +150,7 @@ def test_the_runtime_parses_every_flag_of_the_sample() -> None:
             {"frontend": {"generationConfig": "vllm", "trustRequestChatTemplate": True}},
             {"generation_config": "vllm", "trust_request_chat_template": True},
         ),
-        ({"frontend": {"pooling": "Mean"}}, {"pooling": "mean"}),
+        ({"frontend": {"pooling": "Mean", "mediaPlaceholder": True}}, {"pooling": "mean", "media_placeholder": True}),
     ],
 )
 def test_the_runtime_parses_every_option_of_the_resource(spec: dict[str, Any], expected: dict[str, Any]) -> None:

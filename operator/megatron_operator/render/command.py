@@ -68,6 +68,8 @@ def arguments(resource: MegatronInference, *, max_restarts: int) -> list[str]:
         words.append(f"--pooling={spec.frontend.pooling.value.lower()}")
     if spec.frontend.trust_request_chat_template:
         words.append("--trust-request-chat-template")
+    if spec.frontend.media_placeholder:
+        words.append("--media-placeholder")
     if not spec.frontend.page:
         words.append("--no-page")
     return [*words, *engine.extra_args]

@@ -122,6 +122,13 @@ class HttpFlags:
             " a name of both kinds parses both; may be repeated."
         ),
     ] = None
+    media_placeholder: Annotated[
+        bool,
+        typer.Option(
+            "--media-placeholder",
+            help="Replace images, audio, videos and files of messages by a text like [image] instead of refusing them.",
+        ),
+    ] = HttpOptions.media_placeholder
     page: Annotated[bool, typer.Option(help="Serve a page at / to chat with the model and to watch the service.")] = (
         HttpOptions.page
     )
@@ -168,6 +175,7 @@ class HttpFlags:
             cors_origins=tuple(self.cors_origin or ()),
             access_log=self.access_log,
             parsers=tuple(self.parsers or ()),
+            media_placeholder=self.media_placeholder,
             page=self.page,
             shared_prefix_cache=self.shared_prefix_cache,
             megatron_http=self.megatron_http,

@@ -7,6 +7,7 @@ import hmac
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 from uuid import uuid4
 
 from fastapi import Request
@@ -20,6 +21,7 @@ from megatron_runtime.server.bodies.guided import output_constraint
 from megatron_runtime.server.bodies.limits import MAX_CHOICES
 from megatron_runtime.server.bodies.protocol import GenerationBody
 from megatron_runtime.server.bodies.sampling import sampling_params, token_limit
+from megatron_runtime.server.body_route import BodyRoute, body_route
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.generation.choice import ChoiceTask
 from megatron_runtime.server.generation.choice_run import ChoiceRunner
@@ -27,6 +29,7 @@ from megatron_runtime.server.generation.generation import Generation
 from megatron_runtime.server.generation.idempotency import IdempotencyKey, already_running
 from megatron_runtime.server.generation_config import LONGEST_ANSWER, fill
 from megatron_runtime.server.large_bodies import LargeBodies
+from megatron_runtime.server.media_placeholders import replace_media
 from megatron_runtime.server.messages.message_format import MessageFormat, ResponseParsing
 from megatron_runtime.server.metrics import FrontendMetrics
 from megatron_runtime.server.options import FrontendOptions
@@ -51,6 +54,15 @@ class FrontendContext:
     def message_format(self) -> MessageFormat:
         """The format of the model's messages."""
         return MessageFormat(self.tokenizer, self.options.http.parsers)
+
+    @property
+    def message_route(self) -> type[BodyRoute]:
+        """The class of routes whose bodies have messages."""
+        return body_route(self.large_bodies, self.without_media)
+
+    def without_media(self, body: Any) -> Any:
+        """The body with texts in place of media, if they are not refused."""
+        return replace_media(body) if self.options.http.media_placeholder else body
 
     async def check_key(self, request: Request) -> None:
         """Raises ApiError 401 when API keys are configured and the request has none of them.

@@ -32,6 +32,8 @@ class HttpOptions:
     """Format of the access log, one line per request: ``off``, ``text`` or ``json``."""
     parsers: tuple[str, ...] = ()
     """Parsers for reasoning and tool calls: names in ``parsers.py``, at most one of each kind."""
+    media_placeholder: bool = False
+    """Whether a text replaces images and other parts of messages that are not text; else they are refused."""
     page: bool = True
     """Whether to serve a web page at ``/``, to chat with the model and to monitor the service."""
     shared_prefix_cache: bool = False

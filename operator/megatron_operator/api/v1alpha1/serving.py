@@ -194,6 +194,9 @@ class Frontend(Part):
     its tokens (Mean), which uses no cached prefixes."""
     trust_request_chat_template: Boolean = False
     """Accept chat templates in requests, which are programs without limits of time and memory."""
+    media_placeholder: Boolean = False
+    """Replace images, audio, videos and files of messages, which the models can't read, by a text like [image]. By
+    default such requests get 400."""
     page: Boolean = True
     """Serve a web page at /, to chat with the model and to monitor the service."""
 

@@ -8,7 +8,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from megatron_runtime.server import documentation
-from megatron_runtime.server.body_route import body_route
 from megatron_runtime.server.documentation import answers, request_example
 from megatron_runtime.server.frontend_context import FrontendContext
 from megatron_runtime.server.json_response import JsonResponse
@@ -39,7 +38,7 @@ def model_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
 
 def token_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
     """``/tokenize``, ``/detokenize`` and ``/tokenizer_info``; ``common`` as for ``model_routes``."""
-    router = APIRouter(tags=["model"], route_class=body_route(frontend.large_bodies), **common)
+    router = APIRouter(tags=["model"], route_class=frontend.message_route, **common)
 
     @router.post(
         "/tokenize",
