@@ -93,7 +93,7 @@ class Decoder(nn.Module):
                 self.ranks.send(hidden)
             return None
         if pool is not None:
-            pool.add(self.head.norm(hidden[pool.rows]))
+            pool.add(hidden, self.head.norm)
         logits: Tensor | None = self.head(hidden[batch.logit_rows])
         return logits
 

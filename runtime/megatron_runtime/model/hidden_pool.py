@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+_PIECE = 256
+"""Rows that are summed at a time: their float64 would otherwise be several times as large as a layer's activations."""
 
 
 class HiddenPool:
@@ -18,15 +23,17 @@ class HiddenPool:
     """
 
     def __init__(self, rows: Tensor, owners: Tensor, count: int) -> None:
-        self.rows = rows
+        self._rows = rows
         self._owners = owners
         self._count = count
         self._sums: Tensor | None = None
 
-    def add(self, hidden: Tensor) -> None:
-        """Add the hidden states of the rows, [P, hidden size]."""
-        sums = torch.zeros(self._count, hidden.shape[1], dtype=torch.float64, device=hidden.device)
-        self._sums = sums.index_add_(0, self._owners, hidden.double())
+    def add(self, hidden: Tensor, norm: Callable[[Tensor], Tensor]) -> None:
+        """Add the rows of the last layer's output, [T, hidden size], after the last norm."""
+        self._sums = torch.zeros(self._count, hidden.shape[1], dtype=torch.float64, device=hidden.device)
+        for start in range(0, len(self._rows), _PIECE):
+            rows, owners = (each[start : start + _PIECE] for each in (self._rows, self._owners))
+            self._sums.index_add_(0, owners, norm(hidden[rows]).double())
 
     def sums(self) -> list[list[float]]:
         """[count][hidden size], on the host."""

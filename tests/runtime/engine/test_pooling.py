@@ -19,6 +19,7 @@ from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
 PROMPTS = [[7, 3, 200, 41, 5, 6, 7, 8, 9, 10, 11], [65], list(range(100, 131)), [7, 3, 200, 41, 5, 6, 7, 8, 12]]
+LONG = [*range(256), *range(100)]
 BLOCK = 4
 CLOSE = {"atol": 1e-4, "rtol": 0.0}
 
@@ -108,6 +109,14 @@ def test_an_evicted_request_begins_its_sum_anew(new_engine: NewEngine) -> None:
     whole = embed(new_engine(), [PROMPTS[2]], "mean")[0]
     assert len(future.result().requests) == 1
     assert torch.equal(torch.tensor(interrupted.embedding), torch.tensor(whole.embedding))
+
+
+def test_the_mean_of_a_long_prompt_is_that_of_all_its_tokens(new_engine: NewEngine, checkpoint: Path) -> None:
+    model = AutoModel.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = model(torch.tensor([LONG])).last_hidden_state[0].mean(0)
+    (result,) = embed(new_engine(), [LONG], "mean")
+    torch.testing.assert_close(torch.tensor(result.embedding), expected, **CLOSE)
 
 
 def test_embeddings_and_answers_share_passes(new_engine: NewEngine, expected: dict[str, list[torch.Tensor]]) -> None:
