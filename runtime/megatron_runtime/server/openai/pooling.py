@@ -86,7 +86,7 @@ def _prepare(
     if not inputs:
         raise ApiError(400, "input: must not be empty", param="input")
     longest, tokenizer = frontend.options.max_sequence_length, frontend.tokenizer
-    prompts = [_prompt(param, value, body, tokenizer, longest) for param, value in inputs]
+    prompts = [input_tokens(param, value, body, tokenizer, longest) for param, value in inputs]
     try:
         params = SamplingParams(
             temperature=0,
@@ -103,7 +103,7 @@ def _prepare(
     ]
 
 
-def _prompt(param: str, value: PoolingInput, body: PoolingBody, tokenizer: Tokenizer, longest: int) -> list[int]:
+def input_tokens(param: str, value: PoolingInput, body: PoolingBody, tokenizer: Tokenizer, longest: int) -> list[int]:
     """The tokens of one input. Raises ApiError 400 for an input that is empty, invalid or too long."""
     kept = body.truncate_prompt_tokens
     if kept is not None:
