@@ -17,7 +17,7 @@ import yaml
 
 from megatron_operator import names, replica_groups
 from megatron_operator.api.parse import InvalidResource, parse_resource
-from megatron_operator.api.v1alpha1 import Device, KVCacheManagement, Lifecycle, Parser, RoutingPolicy
+from megatron_operator.api.v1alpha1 import Device, KVCacheManagement, Lifecycle, Parser, Pooling, RoutingPolicy
 from megatron_operator.api.v1alpha1.model import DType
 from megatron_operator.failures import read_failure
 from megatron_operator.names import PodIdentity
@@ -43,6 +43,7 @@ from megatron_runtime.launch.termination import Outcome
 from megatron_runtime.lifecycle import SIGNALS
 from megatron_runtime.processes.parent_link import EXIT_BAD_INPUT
 from megatron_runtime.processes.supervisor import ChildEnd
+from megatron_runtime.sampling_params import POOLINGS
 from megatron_runtime.server.parsers import REASONING_PARSERS, TOOL_PARSERS, check_parsers
 
 SAMPLE = Path(__file__).parents[2] / "manifests" / "samples" / "smollm2.yaml"
@@ -149,6 +150,7 @@ def test_the_runtime_parses_every_flag_of_the_sample() -> None:
             {"frontend": {"generationConfig": "vllm", "trustRequestChatTemplate": True}},
             {"generation_config": "vllm", "trust_request_chat_template": True},
         ),
+        ({"frontend": {"pooling": "Mean", "mediaPlaceholder": True}}, {"pooling": "mean", "media_placeholder": True}),
     ],
 )
 def test_the_runtime_parses_every_option_of_the_resource(spec: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -188,6 +190,7 @@ def test_the_runtime_accepts_every_choice_of_the_resource() -> None:
     assert managements <= set(KV_CACHE_MANAGEMENTS)
     policies = {flags_of(rendered(routing={"policy": each.value}))["routing_policy"] for each in RoutingPolicy}
     assert policies <= set(ROUTING_POLICIES)
+    assert {flags_of(rendered(frontend={"pooling": each.value}))["pooling"] for each in Pooling} == set(POOLINGS)
     assert [each.value for each in Parser] == list(dict.fromkeys([*TOOL_PARSERS, *REASONING_PARSERS]))
 
 

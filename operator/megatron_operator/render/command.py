@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from megatron_operator import names
-from megatron_operator.api.v1alpha1 import MegatronInference
+from megatron_operator.api.v1alpha1 import MegatronInference, Pooling
 from megatron_operator.names import PodIdentity
 
 PROGRAM = "megatron-serve"
@@ -64,8 +64,12 @@ def arguments(resource: MegatronInference, *, max_restarts: int) -> list[str]:
         words.append("--shared-prefix-cache")
     if spec.frontend.generation_config != "auto":
         words.append(f"--generation-config={spec.frontend.generation_config}")
+    if spec.frontend.pooling is not Pooling.LAST:
+        words.append(f"--pooling={spec.frontend.pooling.value.lower()}")
     if spec.frontend.trust_request_chat_template:
         words.append("--trust-request-chat-template")
+    if spec.frontend.media_placeholder:
+        words.append("--media-placeholder")
     if not spec.frontend.page:
         words.append("--no-page")
     return [*words, *engine.extra_args]

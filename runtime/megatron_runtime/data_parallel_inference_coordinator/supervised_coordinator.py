@@ -14,6 +14,7 @@ from megatron_runtime.data_parallel_inference_coordinator.options import (
 )
 from megatron_runtime.errors import ConfigurationError, CoordinatorError
 from megatron_runtime.lifecycle import CoordinatorState
+from megatron_runtime.processes.allocator import returns_large_blocks
 from megatron_runtime.processes.child import ChildTask, Report
 from megatron_runtime.processes.supervisor import HANG_SECONDS, ChildEnd, RestartBudget, Supervisor
 from megatron_runtime.wire.security import key_environment
@@ -138,7 +139,7 @@ class SupervisedCoordinator:
             role="coordinator",
             module=_MODULE,
             options=options.serialize(),
-            environment=key_environment(self._key),
+            environment=key_environment(self._key) | returns_large_blocks(),
             log_level=self._log_level,
             gets_beats=self._ends_when_parent_hangs,
         )

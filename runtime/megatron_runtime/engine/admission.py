@@ -99,6 +99,7 @@ class Admission:
             priority=params.priority,
             next_log_prob=_first_log_prob(params, len(tokens), limit),
             block_hashes=hashes,
+            pooling=params.pooling,
             replayed_routing=replayed,
         )
 

@@ -26,6 +26,7 @@ from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.hidden_pool import HiddenPool
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.sampling_params import SamplingParams
@@ -211,6 +212,23 @@ class DynamicInferenceContext:
         ends = np.cumsum([part.num_logits for part in slices])
         rows = np.array([end - 1 for end, part in zip(ends, slices, strict=True) if part.samples], np.int64)
         return on_device({"rows": rows}, self.device)["rows"]
+
+    def hidden_pool(self, slices: Slices[SequenceSlice]) -> HiddenPool | None:
+        """The hidden states that the slices pool, or None."""
+        rows: list[int] = []
+        owners: list[int] = []
+        end = count = 0
+        for part in slices:
+            end += part.length
+            if pooled := part.num_pooled:
+                rows += range(end - pooled, end)
+                owners += [count] * pooled
+                count += 1
+        if not count:
+            return None
+        arrays = {"rows": np.array(rows, np.int64), "owners": np.array(owners, np.int64)}
+        there = on_device(arrays, self.device)
+        return HiddenPool(there["rows"], there["owners"], count)
 
     def log_prob_rows(self, slices: Slices[SequenceSlice], top_n: int) -> LogProbRows | None:
         """The log probabilities that the slices report, or None."""

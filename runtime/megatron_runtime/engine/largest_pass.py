@@ -21,6 +21,7 @@ from megatron_runtime.engine.text_generation_controller import TextGenerationCon
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.device_memory import format_gibibytes, naming_device_memory
 from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.hidden_pool import HiddenPool
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.routing_tape import RoutingTape
 
@@ -108,7 +109,9 @@ def run_largest_pass(
     wanted = LogProbRows(
         rows=every, targets=torch.zeros_like(every), sampled=every, top_n=min(_TOP_N, model.config.vocab_size)
     )
-    controller.run(batch, cache, rules, None, wanted, tape)
+    tokens = torch.arange(len(batch.tokens), device=model.device)
+    pool = HiddenPool(tokens, torch.zeros_like(tokens), 1)
+    controller.run(batch, cache, rules, None, wanted, tape, pool)
 
 
 def _largest_batch(limits: ContextLimits, num_blocks: int, device: torch.device) -> ForwardBatch:

@@ -174,6 +174,7 @@ class PassRunner:
             self._context.sampled_logit_rows(slices),
             self._context.log_prob_rows(slices, top_n),
             tape,
+            self._context.hidden_pool(slices),
         )
         dead_ends = self._dead_ends(slices, output.tokens)
         return replace(output, dead_ends=dead_ends) if dead_ends else output
@@ -189,13 +190,17 @@ class PassRunner:
         output = done.output()
         self._scheduler.settle(done.slices)
         tokens = iter(enumerate(output.tokens))
+        pooled = iter(output.pooled)
         next_log_prob = 0
         for part, tracked in zip(done.slices, done.requests, strict=True):
             row, token = next(tokens) if part.samples else (None, None)
             count = part.num_log_probs
             next_log_prob += count
+            states = next(pooled) if part.num_pooled else None
             if not part.counts:
                 continue
+            if states is not None and tracked.pooled is not None:
+                tracked.pooled.add(states)
             if row in output.dead_ends:
                 self.finish(
                     tracked, "error", EngineError(f"the grammar has no valid continuation: {output.dead_ends[row]}")

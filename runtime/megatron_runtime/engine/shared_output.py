@@ -45,10 +45,10 @@ def schedule_checksum(slices: Slices[SequenceSlice]) -> int:
 def _pack(output: StepOutput) -> bytes:
     scores = output.log_probs
     values = None if scores is None else (scores.chosen, scores.top_ids, scores.top_values)
-    packed: bytes = msgpack.packb((output.tokens, values, output.dead_ends))
+    packed: bytes = msgpack.packb((output.tokens, values, output.dead_ends, output.pooled))
     return packed
 
 
 def _unpack(packed: bytes) -> StepOutput:
-    tokens, values, dead_ends = msgpack.unpackb(packed, strict_map_key=False)
-    return StepOutput(tokens, None if values is None else LogProbs(*values), dead_ends)
+    tokens, values, dead_ends, pooled = msgpack.unpackb(packed, strict_map_key=False)
+    return StepOutput(tokens, None if values is None else LogProbs(*values), dead_ends, pooled)

@@ -18,6 +18,7 @@ from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 from megatron_runtime.engine.tracked_request import Scores
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.hidden_pool import HiddenPool
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.routing_tape import RoutingTape
 from megatron_runtime.sampling_params import SamplingParams, token_key
@@ -33,6 +34,8 @@ class StepOutput:
     """Of the positions in LogProbRows."""
     dead_ends: dict[int, str] = field(default_factory=dict)
     """Why there is NO_TOKEN, for rows whose grammar has no valid continuation; by their index in ``tokens``."""
+    pooled: list[list[float]] = field(default_factory=list)
+    """Sums of hidden states, [hidden size] for each slice that pools any."""
 
 
 class TextGenerationController:
@@ -54,6 +57,7 @@ class TextGenerationController:
         sampled_rows: Tensor | None,
         wanted: LogProbRows | None,
         tape: RoutingTape | None = None,
+        pool: HiddenPool | None = None,
     ) -> StepOutput:
         """Compute the batch and sample; for the rank of a replica group that samples.
 
@@ -64,8 +68,9 @@ class TextGenerationController:
             sampled_rows: int64 [S], rows of the logits to sample; None means all.
             wanted: Log probabilities to report.
             tape: The routing of the pass, if it is recorded or replayed.
+            pool: The hidden states to pool.
         """
-        logits: Tensor | None = self.model(batch, kv_cache, tape)
+        logits: Tensor | None = self.model(batch, kv_cache, tape, pool)
         assert logits is not None, "this rank samples"
         sampled = logits if sampled_rows is None else logits[sampled_rows]
         sampler = make_sampler(rules, sampled.shape[1], sampled.device)
@@ -74,11 +79,12 @@ class TextGenerationController:
             sampled = sampled.clone() if wanted is not None and sampled_rows is None else sampled
             sampler.edit_(sampled)
         tokens = sampler.sample(sampled)
-        if wanted is None:
-            return StepOutput(tokens.tolist(), None)
-        chosen, ids, values = _log_probs(logits, tokens, wanted)
-        tokens, ids, chosen, values = on_host(tokens, ids, chosen, values)
-        return StepOutput(tokens.tolist(), LogProbs.from_arrays(chosen, ids, values))
+        scores = None
+        if wanted is not None:
+            chosen, ids, values = _log_probs(logits, tokens, wanted)
+            tokens, ids, chosen, values = on_host(tokens, ids, chosen, values)
+            scores = LogProbs.from_arrays(chosen, ids, values)
+        return StepOutput(tokens.tolist(), scores, pooled=[] if pool is None else pool.sums())
 
     def scores(self, log_probs: LogProbs | None, start: int, count: int, params: SamplingParams) -> Scores:
         """Log probabilities of some positions, each with the most likely tokens as the parameters ask for.

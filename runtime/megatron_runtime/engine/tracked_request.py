@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from megatron_runtime.engine.pooled_states import PooledStates
 from megatron_runtime.engine.request_future import RequestFuture, resolve
 from megatron_runtime.engine.sampling.grammar import RequestGuide
 from megatron_runtime.engine.sampling.thinking import ThinkingLimit
@@ -56,6 +57,8 @@ class TrackedRequest:
         self._matcher = StopMatcher(params.stop_words) if params.stop_words else None
         self.stop_ids = _stop_ids(params, tokenizer)
         self.bad_sequences = _bad_sequences(params, tokenizer)
+        self.pooled: PooledStates | None = None
+        """The hidden states of a request for an embedding; created with its sequence."""
         self._generated: list[int] = []
         self._log_probs: list[float] = []
         self._top_n: list[dict[str, float]] = []
@@ -94,6 +97,9 @@ class TrackedRequest:
     def begin(self, sequence: Sequence) -> FinishReason | None:
         """Start with a sequence, which may have generated tokens. Returns the finish reason if these end it."""
         self.sequence = sequence
+        if self.params.pooling is not None:
+            self.pooled = PooledStates(self.params.pooling, sequence.prompt_length)
+            return None
         generated = sequence.tokens[sequence.prompt_length :]
         self._num_emitted = len(generated)
         for token in generated:
@@ -123,7 +129,7 @@ class TrackedRequest:
         reason: FinishReason | None = None
         if token is not None and len(part.sequence.tokens) >= part.sequence.max_length:
             # The pass only computed log probabilities: the sampled token is dropped.
-            reason, log_probs = "length", log_probs[:-1]
+            reason, log_probs = "length" if self.pooled is None else "stop", log_probs[:-1]
         elif token is not None:
             reason = self._accept(token)
         for value, top_n in log_probs:
@@ -156,6 +162,8 @@ class TrackedRequest:
         """The request lost its cache: its tokens so far become the prompt of its next segment."""
         request = self.current
         request.add_event_evict()
+        if self.pooled is not None:
+            self.pooled.reset()
         request.status = Status.WAITING_IN_QUEUE
         request.finished_chunk_token_count = 0
         request.remaining_prompt_tokens = request.prompt_tokens
@@ -196,6 +204,8 @@ class TrackedRequest:
         if error is not None:
             request.add_event_error_nontransient(error)
         completed = reason in ("stop", "length")
+        if completed and self.pooled is not None:
+            self.record[0].embedding = self.pooled.embedding()
         request.status = Status.COMPLETED if completed else Status.FAILED
         request.add_event_finish() if completed else request.add_event_fail()
         self._close_times()
@@ -272,6 +282,8 @@ class TrackedRequest:
         if self._matcher is not None and self._matcher.match is not None:
             start, end = self._matcher.match
             return self._matcher.text[start:end]
+        if not self._generated:
+            return None
         last = self._generated[-1]
         is_requested = last in (self.params.stop_token_ids or ())
         is_own_end = not self.params.ignore_eos and last in self._tokenizer.eos_token_ids

@@ -68,6 +68,8 @@ class DynamicInferenceRequest(InferenceRequest):
     """"stop", "length", "abort" or "error" once the request has ended."""
     stop_reason: int | str | None = None
     """The stop text, or the token of ``stop_token_ids``, that ended the answer; None for every other end."""
+    embedding: list[float] | None = None
+    """[hidden size], the pooled hidden states of a request with ``pooling``: after the last norm, not normalized."""
     weight_version: int = 0
     """Version of the engine's weights when the request ended."""
 

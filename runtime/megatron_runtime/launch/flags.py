@@ -122,6 +122,13 @@ class HttpFlags:
             " a name of both kinds parses both; may be repeated."
         ),
     ] = None
+    media_placeholder: Annotated[
+        bool,
+        typer.Option(
+            "--media-placeholder",
+            help="Replace images, audio, videos and files of messages by a text like [image] instead of refusing them.",
+        ),
+    ] = HttpOptions.media_placeholder
     page: Annotated[bool, typer.Option(help="Serve a page at / to chat with the model and to watch the service.")] = (
         HttpOptions.page
     )
@@ -144,6 +151,9 @@ class HttpFlags:
             " a file or its folder."
         ),
     ] = HttpOptions.generation_config
+    pooling: Annotated[
+        str, typer.Option(help="Hidden states of /v1/embeddings and /v1/score: last (of the last token) or mean.")
+    ] = HttpOptions.pooling
     trust_request_chat_template: Annotated[
         bool,
         typer.Option(
@@ -165,10 +175,12 @@ class HttpFlags:
             cors_origins=tuple(self.cors_origin or ()),
             access_log=self.access_log,
             parsers=tuple(self.parsers or ()),
+            media_placeholder=self.media_placeholder,
             page=self.page,
             shared_prefix_cache=self.shared_prefix_cache,
             megatron_http=self.megatron_http,
             generation_config=self.generation_config,
+            pooling=self.pooling,
             trust_request_chat_template=self.trust_request_chat_template,
             tls_cert=None if self.tls_cert is None else str(self.tls_cert),
             tls_key=None if self.tls_key is None else str(self.tls_key),

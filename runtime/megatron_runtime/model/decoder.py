@@ -14,6 +14,7 @@ from megatron_runtime.model.formats.origin import Origin
 from megatron_runtime.model.formats.tensor_names import tensor_names
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.head import Head
+from megatron_runtime.model.hidden_pool import HiddenPool
 from megatron_runtime.model.kernel_warm_up import use_kernels
 from megatron_runtime.model.kernels import cpu_attention, row_kernels
 from megatron_runtime.model.kv_cache import KVCache
@@ -70,12 +71,18 @@ class Decoder(nn.Module):
         return next(self.parameters()).device
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv_cache: KVCache, tape: RoutingTape | None = None) -> Tensor | None:
+    def forward(
+        self,
+        batch: ForwardBatch,
+        kv_cache: KVCache,
+        tape: RoutingTape | None = None,
+        pool: HiddenPool | None = None,
+    ) -> Tensor | None:
         """Logits of the requested rows, float32 [L, vocab]. Writes keys and values of the new tokens to the cache.
 
         A pipeline stage receives the activations of the previous stage and sends its own to the next. Of a replica
         group of several ranks, the rank that samples returns the logits, the others return None. ``tape`` is for the
-        experts of this stage's layers.
+        experts of this stage's layers; ``pool`` gets hidden states after the last norm, on the last stage.
         """
         plan = plan_attention(batch, kv_cache)
         rotations = self.positions(batch.positions)
@@ -86,6 +93,8 @@ class Decoder(nn.Module):
             if not self.ranks.position.is_last_stage:
                 self.ranks.send(hidden)
             return None
+        if pool is not None:
+            pool.add(hidden, self.head.norm)
         logits: Tensor | None = self.head(hidden[batch.logit_rows])
         return logits
 

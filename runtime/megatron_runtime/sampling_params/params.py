@@ -8,19 +8,19 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from megatron_runtime.errors import InvalidRequestError
-from megatron_runtime.sampling_params.ranges import Range, checks_of, is_integer, is_number, ranges_of
+from megatron_runtime.sampling_params.ranges import Range, checks_of, ranges_of
+from megatron_runtime.sampling_params.token_fields import check_ids, checked_biases
 
 SEEDS = 2**64
 """Number of different seeds."""
 _PRIORITY_LIMIT = 2**31
-_BIASES = Range(-100.0, 100.0)
 LONGEST_SALT = 255
 """Maximum number of characters of a cache salt."""
 LONGEST_MARKER = 64
 """Maximum number of characters of a marker of reasoning."""
 _MOST_BAD_WORDS = 1000
-_LONGEST_ID = 18
-"""Maximum number of digits of a token id. Python itself limits the conversion of long texts to integers."""
+POOLINGS = ("last", "mean")
+"""The values of ``pooling``."""
 _UNAVAILABLE = {
     "return_segments": "texts of single tokens are not reported; detokenize generated_tokens one by one",
     "do_kv_handoff": "one engine computes both prompt and answer; leave it out",
@@ -123,6 +123,9 @@ class SamplingParams:
     """The text that ends the reasoning."""
     cache_salt: str | None = None
     """Requests use only cached prefixes of requests with the same salt. A secret salt hides them from other users."""
+    pooling: str | None = None
+    """The result has an ``embedding`` instead of an answer: the hidden state of the prompt's last token ("last"), or
+    the mean over its tokens ("mean"). Needs ``num_tokens_to_generate=0``."""
 
     def __post_init__(self) -> None:
         self._join_stop_names(self.stop, self.stop_words)
@@ -208,7 +211,7 @@ class SamplingParams:
         self._check_stops()
         self._check_bad_words()
         self._check_allowed_tokens()
-        self.logit_bias = _biases(self.logit_bias)
+        self.logit_bias = checked_biases(self.logit_bias)
         self._check_combinations()
 
     def _check_combinations(self) -> None:
@@ -230,6 +233,7 @@ class SamplingParams:
         self._check_grammar()
         self._check_thinking()
         self._check_cache_salt()
+        self._check_pooling()
         derived = self.top_n_logprobs > 0 and not self.skip_prompt_log_probs
         if self.return_prompt_top_n_logprobs not in (None, derived):
             raise InvalidRequestError(
@@ -265,10 +269,22 @@ class SamplingParams:
                 f"cache_salt={salt!r} must be a text of 1 to {LONGEST_SALT} characters", field="cache_salt"
             )
 
+    def _check_pooling(self) -> None:
+        if self.pooling is None:
+            return
+        if self.pooling not in POOLINGS:
+            raise InvalidRequestError(
+                f"pooling={self.pooling!r} must be one of {', '.join(POOLINGS)}, or None", field="pooling"
+            )
+        if self.num_tokens_to_generate != 0:
+            raise InvalidRequestError(
+                f"pooling={self.pooling!r} generates no tokens; set num_tokens_to_generate=0", field="pooling"
+            )
+
     def _check_stops(self) -> None:
         if any(not isinstance(text, str) or not text for text in self.stop_words or ()):
             raise InvalidRequestError(f"stop={self.stop!r} must be a list of non-empty texts", field="stop")
-        _check_ids("stop_token_ids", self.stop_token_ids)
+        check_ids("stop_token_ids", self.stop_token_ids)
 
     def _check_bad_words(self) -> None:
         words = self.bad_words
@@ -285,7 +301,7 @@ class SamplingParams:
         self.bad_words = list(words) or None
 
     def _check_allowed_tokens(self) -> None:
-        _check_ids("allowed_token_ids", self.allowed_token_ids)
+        check_ids("allowed_token_ids", self.allowed_token_ids)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequestError(
                 "allowed_token_ids=[] allows no token; list at least one, or leave it out", field="allowed_token_ids"
@@ -299,32 +315,6 @@ RANGES = ranges_of(SamplingParams)
 _SERIALIZED = [name for name in DEFAULTS if name != "stop"]
 _CHECKS = checks_of(SamplingParams)
 """The check of each parameter. Most requests have most parameters at their defaults, which need no check."""
-
-
-def _biases(value: Any) -> dict[int, float] | None:
-    """Token ids to biases; ids may come as text, since JSON has no other keys."""
-    if not value and (value is None or isinstance(value, Mapping)):
-        return None
-    if not isinstance(value, Mapping):
-        raise InvalidRequestError(f"logit_bias={value!r} must map token ids to numbers", field="logit_bias")
-    biases: dict[int, float] = {}
-    for token, bias in value.items():
-        is_id = is_integer(token) or (
-            isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= _LONGEST_ID
-        )
-        if not is_id or int(token) < 0:
-            raise InvalidRequestError(f"logit_bias: {token!r} is not a token id", field="logit_bias")
-        if not is_number(bias) or bias not in _BIASES:
-            raise InvalidRequestError(
-                f"logit_bias: {bias!r} for token {token} must be a number {_BIASES}", field="logit_bias"
-            )
-        biases[int(token)] = float(bias)
-    return biases
-
-
-def _check_ids(name: str, ids: Any) -> None:
-    if ids is not None and not (isinstance(ids, (list, tuple)) and all(is_integer(i) and i >= 0 for i in ids)):
-        raise InvalidRequestError(f"{name}={ids!r} must be a list of token ids", field=name)
 
 
 def _check_names(attributes: Mapping[str, Any]) -> None:

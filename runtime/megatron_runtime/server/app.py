@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -13,11 +14,12 @@ from starlette.middleware.cors import CORSMiddleware
 
 from megatron_runtime.server.anthropic.message_routes import ERROR_RESPONSES, message_routes
 from megatron_runtime.server.body_limit import BodyLimit
-from megatron_runtime.server.errors import install_error_handlers
+from megatron_runtime.server.errors import formatted_error, install_error_handlers
 from megatron_runtime.server.frontend_context import FrontendContext
 from megatron_runtime.server.management_routes import control_routes, load_routes
 from megatron_runtime.server.openai.generation_routes import generation_routes
 from megatron_runtime.server.openai.model_routes import model_routes, token_routes
+from megatron_runtime.server.openai.pooling_routes import pooling_routes
 from megatron_runtime.server.page_routes import add_page
 from megatron_runtime.server.profile_routes import profile_routes
 from megatron_runtime.server.request_log import REQUEST_ID, RequestLog, access_log
@@ -57,6 +59,7 @@ def _routers(frontend: FrontendContext) -> Iterator[APIRouter]:
     for shown in ({"prefix": "/v1"}, {"include_in_schema": False}):
         yield generation_routes(frontend, dependencies=guarded, **shown)
         yield message_routes(frontend, dependencies=guarded, **shown)
+        yield pooling_routes(frontend, dependencies=guarded, **shown)
         yield model_routes(frontend, dependencies=guarded, **shown)
         if frontend.options.http.megatron_http:
             yield profile_routes(frontend, dependencies=guarded, **shown)
@@ -80,7 +83,12 @@ def _add_middleware(app: FastAPI, frontend: FrontendContext) -> None:
             allow_headers=["*"],
             expose_headers=[REQUEST_ID, "retry-after"],
         )
-    app.add_middleware(RequestLog, metrics=frontend.metrics, write=access_log(http.access_log))
+    app.add_middleware(
+        RequestLog,
+        metrics=frontend.metrics,
+        write=access_log(http.access_log),
+        respond=partial(formatted_error, ERROR_RESPONSES),
+    )
 
 
 def _probes(frontend: FrontendContext, **common: Any) -> APIRouter:

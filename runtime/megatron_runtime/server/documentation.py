@@ -85,6 +85,22 @@ MESSAGE_ANSWER = {
     "stop_sequence": None,
     "usage": {"input_tokens": 9, "output_tokens": 5, "cache_read_input_tokens": 0},
 }
+EMBEDDINGS_REQUEST = {"model": "smollm2", "input": ["Paris is in France.", "Water boils at 100 degrees."]}
+EMBEDDINGS_ANSWER = {
+    "id": "embd-0b5c",
+    "object": "list",
+    **_HEAD,
+    "data": [{"object": "embedding", "index": 0, "embedding": [0.0123, -0.0456, 0.0789]}],
+    "usage": {"prompt_tokens": 12, "total_tokens": 12},
+}
+SCORE_REQUEST = {"model": "smollm2", "queries": "Where is Paris?", "documents": ["Paris is in France.", "Water boils."]}
+SCORE_ANSWER = {
+    "id": "score-0b5c",
+    "object": "list",
+    **_HEAD,
+    "data": [{"object": "score", "index": 0, "score": 0.93}, {"object": "score", "index": 1, "score": 0.71}],
+    "usage": {"prompt_tokens": 13, "total_tokens": 13},
+}
 COUNT_TOKENS_REQUEST = {"model": "smollm2", "messages": [_HELLO]}
 COUNT_TOKENS_ANSWER = {"input_tokens": 9}
 MODEL_ANSWER = {

@@ -106,16 +106,20 @@ def install_error_handlers(app: FastAPI, formats: Mapping[str, ErrorResponse]) -
         app.add_exception_handler(kind, partial(_respond, convert, formats))
 
 
+def formatted_error(formats: Mapping[str, ErrorResponse], request: Request, error: ApiError) -> JSONResponse:
+    """The response to a request that failed, in the format of ``formats`` for its path or else in OpenAI's."""
+    path = request.url.path
+    form = next((form for prefix, form in formats.items() if path.startswith(prefix)), None)
+    return error.response() if form is None else form(request, error)
+
+
 async def _respond(
     convert: Callable[[Request, Any], ApiError],
     formats: Mapping[str, ErrorResponse],
     request: Request,
     error: Exception,
 ) -> JSONResponse:
-    converted = convert(request, error)
-    path = request.url.path
-    form = next((form for prefix, form in formats.items() if path.startswith(prefix)), None)
-    response = converted.response() if form is None else form(request, converted)
+    response = formatted_error(formats, request, convert(request, error))
     if isinstance(error, HTTPException):
         response.headers.update(error.headers or {})
     return response

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 GARBAGE_OBJECTS = 20_000
 """Number of new objects that triggers a garbage collection; a request creates some hundreds."""
+ENDPOINT_SECONDS = 2.0
+"""Time for the nodes to learn that an ending pod left its Service: until then, clients still connect to it."""
 
 
 def main() -> None:
@@ -90,14 +93,15 @@ async def _serve(link: ParentLink) -> int:
 class _Drain:
     """The first SIGTERM rejects new requests and lets those in flight finish; the second aborts those.
 
-    With ``hands_over`` the server closes its port, and each connection once its response is complete, instead of
-    rejecting requests: clients then reconnect to another endpoint.
+    With ``hands_over`` the server rejects nothing: after ``ENDPOINT_SECONDS`` it closes its port, and tells clients to
+    close their connections. They then connect to another endpoint.
     """
 
     def __init__(self, server: HttpServer, admission: AdmissionController, *, hands_over: bool) -> None:
         self._server = server
         self._admission = admission
         self._hands_over = hands_over
+        self._aborted = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def advance(self) -> None:
@@ -105,11 +109,15 @@ class _Drain:
         if self._task is None:
             self._task = asyncio.create_task(self._drain())
         else:
+            self._aborted.set()
             self._admission.abort()
+            self._server.close_connections()
 
     async def _drain(self) -> None:
         if self._hands_over:
-            self._server.should_exit = True
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._aborted.wait(), ENDPOINT_SECONDS)
+            self._server.hand_over()
         await self._admission.drain(refuse=not self._hands_over)
         self._server.should_exit = True
 

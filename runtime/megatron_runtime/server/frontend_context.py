@@ -7,6 +7,7 @@ import hmac
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 from uuid import uuid4
 
 from fastapi import Request
@@ -20,6 +21,7 @@ from megatron_runtime.server.bodies.guided import output_constraint
 from megatron_runtime.server.bodies.limits import MAX_CHOICES
 from megatron_runtime.server.bodies.protocol import GenerationBody
 from megatron_runtime.server.bodies.sampling import sampling_params, token_limit
+from megatron_runtime.server.body_route import BodyRoute, body_route
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.generation.choice import ChoiceTask
 from megatron_runtime.server.generation.choice_run import ChoiceRunner
@@ -27,6 +29,7 @@ from megatron_runtime.server.generation.generation import Generation
 from megatron_runtime.server.generation.idempotency import IdempotencyKey, already_running
 from megatron_runtime.server.generation_config import LONGEST_ANSWER, fill
 from megatron_runtime.server.large_bodies import LargeBodies
+from megatron_runtime.server.media_placeholders import replace_media
 from megatron_runtime.server.messages.message_format import MessageFormat, ResponseParsing
 from megatron_runtime.server.metrics import FrontendMetrics
 from megatron_runtime.server.options import FrontendOptions
@@ -52,6 +55,15 @@ class FrontendContext:
         """The format of the model's messages."""
         return MessageFormat(self.tokenizer, self.options.http.parsers)
 
+    @property
+    def message_route(self) -> type[BodyRoute]:
+        """The class of routes whose bodies have messages."""
+        return body_route(self.large_bodies, self.without_media)
+
+    def without_media(self, body: Any) -> Any:
+        """The body with texts in place of media, if they are not refused."""
+        return replace_media(body) if self.options.http.media_placeholder else body
+
     async def check_key(self, request: Request) -> None:
         """Raises ApiError 401 when API keys are configured and the request has none of them.
 
@@ -70,15 +82,15 @@ class FrontendContext:
             message = "send the control token as Authorization: Bearer <token>"
             raise ApiError(401, message, code="invalid_control_token")
 
-    def cache_salt(self, request: Request, body: GenerationBody) -> str | None:
+    def cache_salt(self, request: Request, of_field: str | None) -> str | None:
         """The salt of the request's prefixes: of its field, and of its API key unless keys share their prefixes.
 
         None without either, so that all such requests share their prefixes.
         """
         if self.api_keys is None or self.options.http.shared_prefix_cache:
-            return body.cache_salt
+            return of_field
         of_key = self.api_keys.cache_salt(request.headers.get("authorization"), request.headers.get("x-api-key"))
-        return hashlib.sha256(f"{of_key}/{body.cache_salt or ''}".encode()).hexdigest()
+        return hashlib.sha256(f"{of_key}/{of_field or ''}".encode()).hexdigest()
 
     def check_model(self, name: str) -> None:
         """Raises ApiError 404 unless ``name`` is the served model, or Megatron's clients are served."""
@@ -115,16 +127,20 @@ class FrontendContext:
             for sample in range(body.n)
         ]
 
-    def generation(self, body: GenerationBody, tasks: list[ChoiceTask], key: IdempotencyKey | None) -> Generation:
-        """Runs the choices of ``body``. Raises ApiError 409 if a request with the same key is running."""
+    def generation(self, tasks: list[ChoiceTask], key: IdempotencyKey | None, *, timeout: float | None) -> Generation:
+        """Runs the choices of a request, which ends after ``timeout`` seconds or the server's limit.
+
+        Raises:
+            ApiError: 409 if a request with the same key is running.
+        """
         if key is not None:
             running = {future.request_uuid for future in self.client.completion_futures.values()}
             if any(task.uuid in running for task in tasks):
                 raise already_running()
         runner = ChoiceRunner(self.client, self.tokenizer, self.metrics)
         longest = self.options.request_timeout
-        timeout = longest if body.timeout is None else min(body.timeout, longest)
-        return Generation(runner, tasks, timeout=timeout, admission=self.admission)
+        limit = longest if timeout is None else min(timeout, longest)
+        return Generation(runner, tasks, timeout=limit, admission=self.admission)
 
     def _task(
         self,
@@ -169,5 +185,5 @@ class FrontendContext:
         vocab_size = self.tokenizer.vocab_size
         params = sampling_params(body, sample=sample, limit=limit, vocab_size=vocab_size, grammar=grammar)
         params.cache_salt = cache_salt
-        parsing.limit_thinking(params)
+        parsing.limit_thinking(params, body.thinking_budget)
         return params

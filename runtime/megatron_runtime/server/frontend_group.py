@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_runtime.errors import ConfigurationError, CoordinatorError
 from megatron_runtime.notifier import Notifier
+from megatron_runtime.processes.allocator import returns_large_blocks
 from megatron_runtime.processes.child import ChildTask
 from megatron_runtime.processes.supervisor import HANG_SECONDS, ChildEnd, Supervisor
 from megatron_runtime.server.api_keys import TOKEN_DIGEST_VARIABLE, ApiKeys, api_keys_environment, digest
@@ -143,7 +144,7 @@ class FrontendGroup:
         self._socket.close()
 
     def _task(self, index: int) -> ChildTask:
-        environment = dict(self._environment)
+        environment = returns_large_blocks() | dict(self._environment)
         if self.options.metrics_folder is not None:
             environment["PROMETHEUS_MULTIPROC_DIR"] = self.options.metrics_folder
         return ChildTask(

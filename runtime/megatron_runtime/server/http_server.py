@@ -11,7 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from megatron_runtime.server.certificate import Certificate
-from megatron_runtime.server.limited_protocol import LimitedProtocol
+from megatron_runtime.server.limited_protocol import ConnectionsState, LimitedProtocol
 
 KEEP_ALIVE_SECONDS = 75
 
@@ -39,9 +39,21 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
             )
         )
+        self.server_state = self._connections = ConnectionsState()
         self._certificate = certificate
         self.listening = asyncio.Event()
         """Set once connections are accepted."""
+
+    def hand_over(self) -> None:
+        """Stop while other servers take over: clients are told to close their connections, see ``ConnectionsState``."""
+        self._connections.hands_over = True
+        self.should_exit = True
+
+    def close_connections(self) -> None:
+        """End a handover: close idle connections, and others once their response is complete."""
+        self._connections.hands_over = False
+        for connection in list(self._connections.connections):
+            connection.shutdown()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Returns once the server listens."""

@@ -1,4 +1,8 @@
-"""HTTP/1.1 with limits on the head of a request and on connections, which uvicorn does not have with httptools."""
+"""HTTP/1.1 with limits on the head of a request and on connections, and a shutdown that loses no request.
+
+Uvicorn has no such limits with httptools, and closes idle connections when it shuts down: a request that a client sends
+at this moment is lost.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import resource
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 MAX_HEAD_BYTES = 64 * 2**10
 """Request line and headers."""
@@ -15,6 +20,19 @@ HEAD_SECONDS = 30.0
 """Time for the head of a request to arrive."""
 MAX_CONNECTIONS = 4096
 """Connections of a process, or half of the files that it may open if that is less."""
+LAST_IDLE_SECONDS = 6
+"""Time after which a connection without a request is closed while the server hands over. Longer than clients keep an
+idle connection: httpx 5 s, Node.js 4 s."""
+
+
+class ConnectionsState(ServerState):
+    """What the connections of a server share.
+
+    With ``hands_over``, a shutdown announces the end of each connection in its next response, and closes it before only
+    if it is idle for ``LAST_IDLE_SECONDS``.
+    """
+
+    hands_over = False
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -25,6 +43,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_bytes: int | None = 0
         """Received bytes of the current head; None while a body is received."""
         self._head_timer: asyncio.TimerHandle | None = None
+        self._is_ending = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Close the connection at once if there are too many."""
@@ -61,11 +80,26 @@ class LimitedProtocol(HttpToolsProtocol):
         self._head_bytes = None
         self._stop_timer()
         super().on_headers_complete()
+        if self._is_ending and self.cycle is not None:
+            self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
         """The next head may follow."""
         self._head_bytes = 0
         super().on_message_complete()
+
+    def shutdown(self) -> None:
+        """End the connection: at once if it is idle, or as ``ConnectionsState`` describes."""
+        if not (isinstance(self.server_state, ConnectionsState) and self.server_state.hands_over):
+            super().shutdown()
+        elif not self._is_ending:
+            self._is_ending = True
+            self.timeout_keep_alive = LAST_IDLE_SECONDS
+            if self.cycle is not None and not self.cycle.response_started:
+                self.cycle.keep_alive = False
+            elif self.cycle is None or self.cycle.response_complete:
+                self._unset_keepalive_if_required()
+                self.timeout_keep_alive_task = self.loop.call_later(LAST_IDLE_SECONDS, self.timeout_keep_alive_handler)
 
     def _count_of_address(self) -> int:
         addresses = (getattr(each, "client", None) for each in self.connections)

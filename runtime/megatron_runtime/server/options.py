@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.sampling_params import POOLINGS
 from megatron_runtime.server.certificate import Certificate
 from megatron_runtime.server.generation_choice import check_choice
 from megatron_runtime.server.parsers import check_parsers
@@ -31,6 +32,8 @@ class HttpOptions:
     """Format of the access log, one line per request: ``off``, ``text`` or ``json``."""
     parsers: tuple[str, ...] = ()
     """Parsers for reasoning and tool calls: names in ``parsers.py``, at most one of each kind."""
+    media_placeholder: bool = False
+    """Whether a text replaces images and other parts of messages that are not text; else they are refused."""
     page: bool = True
     """Whether to serve a web page at ``/``, to chat with the model and to monitor the service."""
     shared_prefix_cache: bool = False
@@ -39,6 +42,8 @@ class HttpOptions:
     """Whether to accept requests as Megatron's server does; see ``megatron_requests.py``."""
     generation_config: str = "auto"
     """Where the sampling defaults come from: see ``generation_config.py``."""
+    pooling: str = "last"
+    """The hidden states that embeddings are made of: those of the last token (last) or their mean (mean)."""
     trust_request_chat_template: bool = False
     """Whether requests may have a chat template of their own, which is a program."""
     tls_cert: str | None = None
@@ -66,6 +71,8 @@ class HttpOptions:
             raise ConfigurationError(
                 f"access_log={self.access_log!r} must be one of {', '.join(ACCESS_LOGS)}", field="access_log"
             )
+        if self.pooling not in POOLINGS:
+            raise ConfigurationError(f"--pooling {self.pooling}: use one of {', '.join(POOLINGS)}", field="pooling")
         check_parsers(self.parsers)
         check_choice(self.generation_config)
         if (self.tls_cert is None) != (self.tls_key is None):

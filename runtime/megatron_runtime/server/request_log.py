@@ -18,10 +18,12 @@ from typing import Any
 
 from opentelemetry.trace import INVALID_SPAN, Span
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_runtime import tracing
-from megatron_runtime.server.errors import unexpected
+from megatron_runtime.server.errors import ApiError, unexpected
 from megatron_runtime.server.metrics import FrontendMetrics
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,7 @@ COUNTED_PATHS = (
     "/v1/responses",
     *ANTHROPIC_PATHS,
     "/v1/embeddings",
+    "/v1/score",
     "/v1/models",
     "/tokenize",
     "/detokenize",
@@ -55,12 +58,26 @@ Entry = Mapping[str, Any]
 
 
 class RequestLog:
-    """Identifies, counts and logs requests; ``write`` gets the entry of each finished one, None disables the log."""
+    """Identifies, counts and logs requests, and answers those that failed unexpectedly.
 
-    def __init__(self, app: ASGIApp, metrics: FrontendMetrics, write: Callable[[Entry], None] | None) -> None:
+    Args:
+        app: The next app.
+        metrics: Counts the requests.
+        write: Gets the entry of each finished request; None disables the log.
+        respond: Makes the response to a request with an unexpected error.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: FrontendMetrics,
+        write: Callable[[Entry], None] | None,
+        respond: Callable[[Request, ApiError], Response],
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._write = write
+        self._respond = respond
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes the request on and observes its response."""
@@ -80,7 +97,7 @@ class RequestLog:
         except Exception:
             logger.exception("%s %s failed (request %s)", scope["method"], line.path, line.request_id)
             if not line.has_begun:
-                await unexpected().response()(scope, receive, recorded)
+                await self._respond(Request(scope), unexpected())(scope, receive, recorded)
         finally:
             self._end(line)
 

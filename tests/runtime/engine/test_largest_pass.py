@@ -34,12 +34,13 @@ def test_the_largest_pass_has_as_many_tokens_and_requests_as_the_limits_allow(
 
     monkeypatch.setattr(controller, "run", noting)
     run_largest_pass(controller, limits)
-    ((batch, cache, rules, _, wanted, _), output) = seen[0]
+    ((batch, cache, rules, _, wanted, _, _), output) = seen[0]
     assert (len(batch.tokens), len(batch.logit_rows), batch.context_lengths.tolist()) == (96, 7, [*[1] * 6, 128])
     assert cache.num_blocks < -(-128 // 4)
     assert int(batch.block_tables.max()) < cache.num_blocks
     assert torch.equal(batch.slots // 4, torch.cat((torch.zeros(6), torch.arange(38, 128) // 4 % cache.num_blocks)))
     assert (rules.ranks.all(), wanted.top_n, len(output.log_probs.chosen)) == (True, 20, 7)
+    assert len(output.pooled) == 1
 
 
 @pytest.mark.parametrize(("tokens", "requests", "length"), [(8, 8, 512), (512, 1, 16), (512, 40, 512)])

@@ -31,7 +31,7 @@ from megatron_runtime.wire.protocol_errors import QUIET_SECONDS
 KEY = "k" * 40
 MESSAGES = repeated(5_000, 100_000)
 AT_ONCE = 25
-MOST_GROWTH = 0.2
+MOST_GROWTH = 0.1
 """Maximum growth of the coordinator's memory, as a share of it."""
 WARM_UP_MESSAGES = 5000
 """Messages after which the coordinator has loaded and allocated what it needs for the others."""

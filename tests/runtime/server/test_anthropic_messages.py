@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import ValidationError
 from runtime_support.byte_backend import END, byte_backend
+from starlette.types import Receive, Scope, Send
 
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server.anthropic.error_bodies import error_body
+from megatron_runtime.server.anthropic.message_routes import ERROR_RESPONSES
 from megatron_runtime.server.anthropic.messages import MessageEvents, message
 from megatron_runtime.server.bodies.messages_protocol import CountTokensBody, MessagesBody
-from megatron_runtime.server.errors import ApiError
+from megatron_runtime.server.errors import ApiError, formatted_error
 from megatron_runtime.server.generation.choice import Delta
 from megatron_runtime.server.messages.message_format import ResponseParsing
 from megatron_runtime.server.messages.tool_parsers.formats import HERMES
+from megatron_runtime.server.metrics import FrontendMetrics
 from megatron_runtime.server.openai.answer import Answer
+from megatron_runtime.server.request_log import RequestLog
 
 TOKENIZER = Tokenizer(byte_backend(), location="bytes", eod=END)
 QUESTION = {"role": "user", "content": "Hello"}
+SORRY = "internal error; the log of the server has the cause"
 WEATHER = {"name": "weather", "description": "Of a city", "input_schema": {"type": "object", "properties": {}}}
 
 
@@ -220,3 +227,31 @@ def test_an_empty_answer_has_one_empty_block() -> None:
 def test_errors_have_the_types_of_the_api(status: int, kind: str) -> None:
     expected = {"type": "error", "error": {"type": kind, "message": "why"}, "request_id": "r"}
     assert error_body(ApiError(status, "why"), "r") == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/v1/messages", {"type": "error", "error": {"type": "api_error", "message": SORRY}, "request_id": "r1"}),
+        (
+            "/messages/count_tokens",
+            {"type": "error", "error": {"type": "api_error", "message": SORRY}, "request_id": "r1"},
+        ),
+        (
+            "/v1/responses",
+            {"error": {"message": SORRY, "type": "server_error", "param": None, "code": None}},
+        ),
+    ],
+)
+async def test_an_unexpected_error_has_the_format_of_its_path(
+    path: str, expected: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(scope: Scope, _: Receive, __: Send) -> None:
+        raise KeyError(scope["path"])
+
+    app = RequestLog(broken, FrontendMetrics(), None, partial(formatted_error, ERROR_RESPONSES))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+        answer = await client.post(path, json={}, headers={"x-request-id": "r1"})
+    assert (answer.status_code, answer.json()) == (500, expected)
+    assert answer.headers["x-request-id"] == "r1"
+    assert f"{path} failed (request r1)" in caplog.text

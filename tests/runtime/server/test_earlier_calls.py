@@ -58,6 +58,33 @@ def test_a_message_without_content_has_none_in_templates_that_test_for_it() -> N
     assert prompt(R1, called("Paris")).endswith("user:Hi;call:w;tool:Sun;")
 
 
+def test_calls_beside_content_are_text_where_the_template_would_drop_them() -> None:
+    call = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>w\n```json\n{"city": "Paris"}\n```<｜tool▁call▁end｜>'
+    text = prompt(R1, called("Paris", content="I look."), "deepseek_v3")
+    assert text.endswith(f"assistant:I look.\n<｜tool▁calls▁begin｜>{call}<｜tool▁calls▁end｜>;tool:Sun;")
+    assert prompt(PHI_FUNCTOOLS, called("Paris", content="I look.")).endswith(
+        'assistant:I look.\nfunctools[{"name": "w", "arguments": {"city": "Paris"}}];tool:Sun;'
+    )
+    assert prompt(PHI_FUNCTOOLS, called("Paris")).endswith('assistant:{"name": "w", {"city": "Paris"};tool:Sun;')
+
+
+PHI_FUNCTOOLS = """{%- if tools -%}functools[{{ tools | tojson }}{%- endif -%}
+{%- for message in messages -%}{{ message.role }}:
+{%- if message.content -%}{{ message.content }}{%- elif message.tool_calls -%}
+{%- for call in message.tool_calls -%}{"name": "{{ call.function.name }}", {{ call.function.arguments }}{%- endfor -%}
+{%- endif -%};{%- endfor -%}"""
+GRANITE = """{%- if tools -%}<|start_of_role|>available_tools<|end_of_role|>{{ tools | tojson }}<|tool_call|>
+{%- endif -%}{%- for message in messages -%}
+<|start_of_role|>{{ message['role'] }}<|end_of_role|>{{ message['content'] }}<|end_of_text|>{%- endfor -%}"""
+
+
+def test_a_template_with_tools_and_without_calls_gets_calls_as_text_and_results_as_they_are() -> None:
+    calls = '<|tool_call|>[{"name": "w", "arguments": {"city": "A"}}, {"name": "w", "arguments": {"city": "B"}}]'
+    result = "<|start_of_role|>tool<|end_of_role|>Sun<|end_of_text|>"
+    answer = f"<|start_of_role|>assistant<|end_of_role|>{calls}<|end_of_text|>"
+    assert prompt(GRANITE, called("A", "B")).endswith(f"{answer}{result}{result}")
+
+
 GEMMA = """{%- for message in messages -%}
 {%- if message.role == 'tool' -%}{{ raise_exception('no tools') }}{%- endif -%}
 <start_of_turn>{{ message.role }}\n{{ message.content }}<end_of_turn>\n{%- endfor -%}{# <start_of_image> #}"""
@@ -109,3 +136,19 @@ def test_templates_of_harmony_get_the_reasoning_under_their_name(field: str) -> 
     assert "assistant[Hm.];" in prompt(HARMONY, called("A", **{field: "Hm."}))
     if field != "thinking":
         assert "assistant[]I look.;" in prompt(HARMONY, called("A", content="I look.", **{field: "Hm."}))
+
+
+FIRST_CALLS = """{%- if tools -%}<|channel|>analysis<|message|>{%- endif -%}{%- set last = namespace(name=none) -%}
+{%- for message in messages -%}{%- if message.tool_calls -%}{%- set call = message.tool_calls[0].function -%}
+{{ message.content }}to={{ call.name }}{{ call.arguments | tojson }};{%- set last.name = call.name -%}
+{%- elif message.role == 'tool' -%}from={{ last.name }}:{{ message.content }};{%- endif -%}{%- endfor -%}"""
+
+
+def test_harmony_has_each_call_in_a_message_of_its_own_before_its_result() -> None:
+    asked, answer, first, second = called("A", "B", content="I look.")
+    answer["tool_calls"][1]["function"]["name"] = "v"
+    messages = [asked, answer, {**second, "content": "Rain"}, first]
+    expected = 'I look.to=w{"city": "A"};from=w:Sun;to=v{"city": "B"};from=v:Rain;'
+    assert prompt(FIRST_CALLS, messages).endswith(expected)
+    again = prompt(FIRST_CALLS, [*messages, *called("C")])
+    assert again.endswith(expected + 'to=w{"city": "C"};from=w:Sun;')

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import signal
+import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -186,3 +190,35 @@ def test_a_pod_that_drains_while_another_leads_closes_its_port_and_finishes_its_
     assert chunks[-1].choices[0].finish_reason == "length"
     assert pair.second.process.wait(30) == 0
     assert ask(pair.first) == pair.answer
+
+
+def test_a_pod_that_drains_answers_on_connections_that_clients_have_open(pair: Pair) -> None:
+    body = json.dumps({"model": "chat", "messages": FRANCE, "max_tokens": 2})
+    used, late, idle = (http.client.HTTPConnection(pair.second.host, 8000, timeout=30) for _ in range(3))
+
+    def ask_on(connection: http.client.HTTPConnection) -> http.client.HTTPResponse:
+        connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        assert answer.status == 200, answer.read()
+        answer.read()
+        return answer
+
+    for connection in (used, idle):
+        assert ask_on(connection).getheader("connection") is None
+    pair.second.process.send_signal(signal.SIGTERM)
+    pair.second.wait_for(lambda state: state["draining"])
+    # A client may not have learned yet that the pod leaves the Service.
+    ask_on(late)
+    while not refuses(pair.second.host):
+        time.sleep(0.05)
+    for connection in (used, late):
+        assert ask_on(connection).getheader("connection") == "close"
+    assert pair.second.process.wait(30) == 0
+    assert idle.sock.recv(1) == b""
+    idle.close()
+
+
+def refuses(host: str) -> bool:
+    """Whether the serving port of the host is closed."""
+    with socket.socket() as client:
+        return client.connect_ex((host, 8000)) != 0

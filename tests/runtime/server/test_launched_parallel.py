@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from runtime_support.one_rank import answer_of_one_rank
 from runtime_support.processes import is_alive
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
+from transformers import AutoModel
 
 PROMPT = [5, 6, 7, 8, 9]
 LENGTH = 600
@@ -80,6 +82,15 @@ def test_divided_models_give_the_answers_of_whole_ones_through_pause_and_suspens
         assert not any(answer.done() for answer in answers)
         assert pod.signal("unpause").json()["engineState"] == "RUNNING"
         assert [answer.result(60) for answer in answers] == [whole] * 4
+
+
+def test_divided_layers_give_the_embeddings_of_whole_ones(pod: Any, checkpoint: Path) -> None:
+    (found,) = pod.openai.embeddings.create(model="chat", input=PROMPT).data
+    model = AutoModel.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.inference_mode():
+        last = model(torch.tensor([PROMPT])).last_hidden_state[0, -1]
+    expected = torch.nn.functional.normalize(last, dim=0)
+    torch.testing.assert_close(torch.tensor(found.embedding), expected, atol=1e-4, rtol=0.0)
 
 
 @pytest.mark.parametrize("victim", [0, 3])

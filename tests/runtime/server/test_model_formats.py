@@ -61,6 +61,12 @@ CASES: list[tuple[str, str | None, str, list[Part]]] = [
     ("openai", None, f"{ANALYSIS}<|channel|>final<|message|>Yes.<|return|>", [Reasoning("Hm."), Content("Yes.")]),
     ("openai", None, f"{ANALYSIS}{TO_W}{PARIS}<|call|>", [Reasoning("Hm."), *call("w", PARIS)]),
     ("openai", None, f" to=functions.w<|channel|>commentary json<|message|>{PARIS}", call("w", PARIS)),
+    (
+        "openai",
+        None,
+        f"{ANALYSIS} to=functions.w<|channel|>commentary json<|message|>{PARIS}<|call|>",
+        [Reasoning("Hm."), *call("w", PARIS)],
+    ),
     ("openai", None, "<|channel|>commentary to=v<|message|><|call|>", call("v", "{}")),
     (
         "openai",
@@ -86,6 +92,7 @@ CASES: list[tuple[str, str | None, str, list[Part]]] = [
         [Reasoning("Hm."), Content("I look."), *call("w", PARIS), *call("v", "{}")],
     ),
     ("deepseek_v3", None, V3.format("w", '{"city": "}```"}'), call("w", '{"city": "}```"}')),
+    ("deepseek_v3", None, DEEPSEEK[:20] + V3.format("w", PARIS), call("w", PARIS)),
     ("deepseek_v3", None, DEEPSEEK.format("none") + " So", [Content(DEEPSEEK.format("none") + " So")]),
     ("deepseek_v31", None, DEEPSEEK.format(V31.format("w", PARIS)), call("w", PARIS)),
     (
@@ -162,6 +169,7 @@ CASES: list[tuple[str, str | None, str, list[Part]]] = [
         [Reasoning("Hm."), Content("Yes </resp ")],
     ),
     ("granite", None, f'<tool_call> {{"name": "w", "arguments": {PARIS}}}', call("w", PARIS)),
+    ("granite", None, f'<|tool_call|>[{{"name": "w", "arguments": {PARIS}, "label": "$var_1"}}]', call("w", PARIS)),
     ("granite", None, "<|tool_call|>[] or", [Content("<|tool_call|>[] or")]),
     ("granite", None, "<|tool_call|> or", [Content("<|tool_call|> or")]),
     ("phi4_mini_json", None, f'functools[{{"name": "w", "arguments": {PARIS}}}]', call("w", PARIS)),
@@ -170,6 +178,13 @@ CASES: list[tuple[str, str | None, str, list[Part]]] = [
         None,
         f'So: <|tool_call|>[{{"name": "w", "arguments": {PARIS}}}]<|/tool_call|> Yes <|/tool_call|>',
         [Content("So:"), *call("w", PARIS), Content("Yes <|/tool_call|>")],
+    ),
+    (
+        "phi4_mini_json",
+        None,
+        f'<|tool_call|>{{"name": "w", "arguments": {PARIS}}}<|/tool_call|>'
+        '<|tool_call|>{"name": "v", "parameters": {}}<|/tool_call|>',
+        [*call("w", PARIS), *call("v", "{}")],
     ),
     ("phi4_mini_json", None, "Use functools[1] of functools", [Content("Use functools[1] of functools")]),
     (

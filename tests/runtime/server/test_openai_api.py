@@ -116,7 +116,6 @@ def test_unknown_fields_are_ignored(pod: Any) -> None:
             "must be a JSON object",
         ),
         ("responses", {"input": [{"type": "computer_call"}]}, "input.0", "one of message, function_call"),
-        ("embeddings", {"input": "a"}, "model", "has no embeddings"),
     ],
 )
 def test_an_invalid_or_unsupported_field_is_refused_by_name(

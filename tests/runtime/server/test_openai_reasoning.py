@@ -105,6 +105,15 @@ def test_a_budget_ends_the_reasoning(pod: Any, stream: bool) -> None:
     assert (none["reasoning"], none["content"]) == (None, "Because.")
 
 
+def test_a_budget_of_anthropics_api_ends_the_thinking(pod: Any) -> None:
+    thinking = {"type": "enabled", "budget_tokens": 4}
+    asked = {"messages": ASKED, "max_tokens": 9, "thinking": thinking, "temperature": 0, "logit_bias": {"97": 100}}
+    body = pod.post("/v1/messages", asked).json()
+    assert [block.get("thinking") or block.get("text") for block in body["content"]] == ["aaaa", "aaaa"]
+    unlimited = pod.post("/v1/messages", {**asked, "thinking": {"type": "adaptive", "budget_tokens": 4}}).json()
+    assert [block["thinking"] for block in unlimited["content"]] == ["a" * 9]
+
+
 def test_an_effort_of_none_disables_reasoning(pod: Any) -> None:
     message = ask(pod, reasoning_effort="none", guided_choice=["Because."])
     assert (message["reasoning"], message["content"]) == (None, "Because.")

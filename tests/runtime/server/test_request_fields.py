@@ -151,6 +151,30 @@ def test_a_budget_needs_a_parser_of_reasoning() -> None:
         parsing.limit_thinking(SamplingParams(thinking_token_budget=5))
 
 
+def test_a_budget_is_refused_for_reasoning_in_a_channel_of_its_own() -> None:
+    parsing = MessageFormat(tokenizer(), ["openai_gptoss"]).parsing(chat().tool_use, [])
+    with pytest.raises(ApiError, match=r"channel of its own has no budget; .* reasoning_effort") as error:
+        parsing.limit_thinking(SamplingParams(thinking_token_budget=5))
+    assert (error.value.status, error.value.param) == (400, "thinking_token_budget")
+
+
+@pytest.mark.parametrize(
+    ("parsers", "own", "expected"),
+    [
+        (["deepseek_r1"], None, 7),
+        (["deepseek_r1"], 5, 5),
+        ([], None, None),
+        (["openai_gptoss"], None, None),
+    ],
+)
+def test_a_budget_of_anthropics_api_applies_where_reasoning_can_be_limited(
+    parsers: list[str], own: int | None, expected: int | None
+) -> None:
+    params = SamplingParams(thinking_token_budget=own)
+    MessageFormat(tokenizer(), parsers).parsing(chat().tool_use, []).limit_thinking(params, 7)
+    assert params.thinking_token_budget == expected
+
+
 # Prompts
 
 BEGUN = [*ASKED, {"role": "assistant", "content": " Well, "}]

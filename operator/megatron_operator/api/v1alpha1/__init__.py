@@ -41,6 +41,7 @@ from megatron_operator.api.v1alpha1.serving import (
     KVCacheManagement,
     Parallelism,
     Parser,
+    Pooling,
     RoutingPolicy,
     RoutingSpec,
 )
@@ -93,6 +94,7 @@ __all__ = [
     "Phase",
     "PodTemplate",
     "Pods",
+    "Pooling",
     "ReplicaGroupStatus",
     "Restart",
     "RolloutSpec",

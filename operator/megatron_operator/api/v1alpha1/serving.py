@@ -31,6 +31,13 @@ class RoutingPolicy(StrEnum):
     LONGEST_PREFIX = "LongestPrefix"
 
 
+class Pooling(StrEnum):
+    """The hidden states that embeddings are made of."""
+
+    LAST = "Last"
+    MEAN = "Mean"
+
+
 class Parser(StrEnum):
     """Parsers for tool calls and reasoning in the model's output."""
 
@@ -182,8 +189,14 @@ class Frontend(Part):
     generation_config: Text = "auto"
     """Sampling defaults of requests: auto (generation_config.json of the checkpoint, if it has one), vllm (none), or
     the path of such a file or its folder in the container."""
+    pooling: Pooling = Pooling.LAST
+    """The hidden states that /v1/embeddings and /v1/score use: of the last token of an input (Last), or the mean over
+    its tokens (Mean), which uses no cached prefixes."""
     trust_request_chat_template: Boolean = False
     """Accept chat templates in requests, which are programs without limits of time and memory."""
+    media_placeholder: Boolean = False
+    """Replace images, audio, videos and files of messages, which the models can't read, by a text like [image]. By
+    default such requests get 400."""
     page: Boolean = True
     """Serve a web page at /, to chat with the model and to monitor the service."""
 

@@ -60,7 +60,8 @@ class PrefixCache:
     def match(self, sequence: Sequence) -> list[int]:
         """The blocks of the longest known prefix that the sequence can skip, in order.
 
-        At least one token remains to be computed, and all tokens whose logits are needed for log probabilities.
+        At least one token remains to be computed, and all tokens whose logits are needed for log probabilities or whose
+        hidden states are pooled.
         """
         blocks: list[int] = []
         parent = _NO_PARENT
@@ -163,6 +164,8 @@ class PrefixCache:
         del self._by_hash[self._by_block.pop(block).block_hash]
 
     def _max_skipped(self, sequence: Sequence) -> int:
+        if sequence.pooling == "mean":
+            return 0
         needed = len(sequence.tokens) if sequence.next_log_prob is None else sequence.next_log_prob
         return min(len(sequence.block_hashes), max(0, needed - 1) // self._block_size)
 

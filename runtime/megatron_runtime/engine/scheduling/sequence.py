@@ -39,6 +39,8 @@ class Sequence:
     """Number of leading blocks that can be registered in the prefix cache."""
     blocks: list[int] = field(default_factory=list)
     """Its KV blocks, shared or not, in the order of its tokens."""
+    pooling: str | None = None
+    """The hidden states that are pooled: "last" (of the last token), "mean" (of all tokens) or None."""
     replayed_routing: Any = None
     """The experts to choose for its first tokens, as `ExpertRouting.parse` returns them."""
     row: int | None = None
@@ -93,6 +95,13 @@ class SequenceSlice(NamedTuple):
     def counts(self) -> bool:
         """False once the sequence has lost the blocks that the pass writes to."""
         return self.num_evictions == self.sequence.num_evictions
+
+    @property
+    def num_pooled(self) -> int:
+        """Number of last tokens whose hidden states are pooled."""
+        if self.sequence.pooling == "mean":
+            return self.length
+        return int(self.samples and self.sequence.pooling is not None)
 
     @property
     def num_logits(self) -> int:

@@ -11,7 +11,6 @@ from megatron_runtime.server import documentation
 from megatron_runtime.server.anthropic.error_bodies import error_response
 from megatron_runtime.server.anthropic.messages import MessageEvents, message
 from megatron_runtime.server.bodies.messages_protocol import CountTokensBody, MessagesBody
-from megatron_runtime.server.body_route import body_route
 from megatron_runtime.server.documentation import answers, request_example
 from megatron_runtime.server.errors import ErrorResponse
 from megatron_runtime.server.frontend_context import FrontendContext
@@ -27,7 +26,7 @@ ERROR_RESPONSES: dict[str, ErrorResponse] = {f"{prefix}{_PATH}": error_response 
 
 def message_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
     """The routes; ``common`` are arguments for APIRouter."""
-    router = APIRouter(tags=["generation"], route_class=body_route(frontend.large_bodies), **common)
+    router = APIRouter(tags=["generation"], route_class=frontend.message_route, **common)
 
     @router.post(
         _PATH,

@@ -24,6 +24,8 @@ MAX_PARTS = 1024
 """Parts of one message."""
 MAX_CHOICES = 128
 """Choices (prompts x n) of one request."""
+MAX_INPUTS = 2048
+"""Inputs of one request for embeddings or scores; OpenAI's limit."""
 MAX_GUIDED_CHOICES = 4096
 MAX_GRAMMAR_CHARACTERS = 65_536
 """A regular expression or a grammar."""

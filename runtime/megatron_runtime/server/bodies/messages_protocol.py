@@ -170,6 +170,11 @@ class MessagesBody(_Conversation, GenerationBody):
         return None
 
     @property
+    def thinking_budget(self) -> int | None:
+        """``thinking.budget_tokens``, which clients send to models of all kinds."""
+        return None if self.thinking is None or self.thinking.type != "enabled" else self.thinking.budget_tokens
+
+    @property
     def stop_strings(self) -> list[str]:
         """``stop_sequences``."""
         return [self.stop_sequences] if isinstance(self.stop_sequences, str) else self.stop_sequences

@@ -136,6 +136,11 @@ class GenerationBody(SamplingFields, VllmFields, ABC):
         return ToolUse()
 
     @property
+    def thinking_budget(self) -> int | None:
+        """Most tokens of the reasoning, from a field that has no effect where the reasoning can't be limited."""
+        return None
+
+    @property
     def is_echoed(self) -> bool:
         """Whether the answer begins with the prompt."""
         return False

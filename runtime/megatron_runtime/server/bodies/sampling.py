@@ -77,11 +77,19 @@ def truncated(tokens: list[int], body: GenerationBody, longest: int) -> list[int
     """The end of a prompt, as many tokens as ``truncate_prompt_tokens`` says; -1 means as many as fit.
 
     Raises:
-        ApiError: 400 when more tokens are kept than prompt and answer together may have, which is ``longest``.
+        ApiError: As for `check_truncation`.
     """
     count = body.truncate_prompt_tokens
     if count is None:
         return tokens
+    check_truncation(count, longest)
+    if count == -1:
+        count = max(longest - max(body.token_limit or 1, 1), 1)
+    return tokens[len(tokens) - count :] if count < len(tokens) else tokens
+
+
+def check_truncation(count: int, longest: int) -> None:
+    """Raises ApiError 400 if ``truncate_prompt_tokens`` keeps no token, or more than ``longest``."""
     if count == 0:
         message = "truncate_prompt_tokens: 0 leaves no prompt; keep at least 1 token, or -1 for as many as fit"
         raise ApiError(400, message, param="truncate_prompt_tokens")
@@ -91,9 +99,6 @@ def truncated(tokens: list[int], body: GenerationBody, longest: int) -> list[int
             "have; reduce it"
         )
         raise ApiError(400, message, param="truncate_prompt_tokens")
-    if count == -1:
-        count = max(longest - max(body.token_limit or 1, 1), 1)
-    return tokens[len(tokens) - count :] if count < len(tokens) else tokens
 
 
 def check_truncatable(text: str, *, param: str) -> None:

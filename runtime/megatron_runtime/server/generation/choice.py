@@ -42,6 +42,8 @@ class Delta(NamedTuple):
     """Prompt tokens found in the prefix cache."""
     weight_version: int = 0
     """Version of the weights that generated the choice; set in its last delta."""
+    embedding: Sequence[float] | None = None
+    """The pooled hidden states, if the task asks for them: in the last delta."""
     routing: Sequence[Sequence[Sequence[int]]] | None = None
     """The experts of each token but the last, per layer with experts, if the engine records them; in the last delta."""
 

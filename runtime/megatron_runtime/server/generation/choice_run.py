@@ -136,6 +136,7 @@ class ChoiceRun:
             generated_tokens=len(tokens),
             cached_tokens=min(request.num_cached_tokens, self._most_cached),
             weight_version=request.weight_version,
+            embedding=request.embedding,
             routing=None if request.routing_indices is None else request.routing_indices.tolist(),
         )
         self._timer.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
 from megatron_runtime.errors import (
     ContextOverflowError,
@@ -17,6 +18,12 @@ from megatron_runtime.server.errors import ApiError, context_exceeded, too_late,
 from megatron_runtime.server.generation.choice import ChoiceTask, Delta
 from megatron_runtime.server.generation.choice_run import ChoiceRun, ChoiceRunner
 from megatron_runtime.server.generation.idempotency import already_running
+
+
+async def collect(generation: Generation) -> list[Delta]:
+    """The deltas of all choices once they have ended, in the order of their arrival. Errors as for `deltas`."""
+    async with aclosing(generation.deltas()) as deltas:
+        return [delta async for arrived in deltas for delta in arrived]
 
 
 class Generation:

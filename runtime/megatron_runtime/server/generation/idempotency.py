@@ -13,9 +13,9 @@ import uuid
 from dataclasses import dataclass
 
 from fastapi import Request
+from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError
 
-from megatron_runtime.server.bodies.protocol import GenerationBody
 from megatron_runtime.server.errors import ApiError
 
 HEADER = "idempotency-key"
@@ -38,7 +38,7 @@ class IdempotencyKey:
         return int.from_bytes(hashlib.sha256(f"{self.digest}/seed/{choice}".encode()).digest()[:_SEED_BYTES])
 
 
-def idempotency_key(request: Request, body: GenerationBody) -> IdempotencyKey | None:
+def idempotency_key(request: Request, body: BaseModel) -> IdempotencyKey | None:
     """The key made of the request's header, body and API key; None without the header.
 
     Raises:

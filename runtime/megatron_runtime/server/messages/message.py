@@ -61,6 +61,7 @@ class MessageBuilder:
             "role": "assistant",
             "content": None if is_silent else content,
             "refusal": None,
+            "annotations": [],
             **(_reasoning_field(reasoning or None) if self._has_reasoning else {}),
             **calls,
         }

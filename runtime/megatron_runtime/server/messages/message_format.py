@@ -69,13 +69,20 @@ class ResponseParsing:
         calls = self.format.parser(schemas)
         return MessageParser(thoughts, calls, most_calls=most_calls, begins_call=self.format.begins_call)
 
-    def limit_thinking(self, params: SamplingParams) -> None:
+    def limit_thinking(self, params: SamplingParams, budget: int | None = None) -> None:
         """Completes ``thinking_token_budget`` with the markers of the reasoning; answers without reasoning have no
         budget.
 
+        Args:
+            params: The parameters of the answer.
+            budget: In place of a missing ``thinking_token_budget``, if the reasoning can be limited.
+
         Raises:
-            ApiError: 400 without a parser for reasoning, whose markers the budget needs.
+            ApiError: 400 for a ``thinking_token_budget`` if the reasoning can't be limited: without a parser for it,
+                or in a channel of its own.
         """
+        if params.thinking_token_budget is None and self.has_parser and not self._has_channels:
+            params.thinking_token_budget = budget
         if params.thinking_token_budget is None:
             return
         if not self.has_parser:
@@ -84,7 +91,7 @@ class ResponseParsing:
                 f"--parsers {' | '.join(REASONING_PARSERS)}, and send a chat or a response"
             )
             raise ApiError(400, message, param="thinking_token_budget")
-        if self.format is not None and self.format.has_channels:
+        if self._has_channels:
             message = (
                 "thinking_token_budget: reasoning in a channel of its own has no budget; leave this field out, or use "
                 "reasoning_effort"
@@ -95,6 +102,10 @@ class ResponseParsing:
             return
         params.thinking_begin = "" if self.starts_with_reasoning else self.style.begins[0]
         params.thinking_end = self.style.ends[0]
+
+    @property
+    def _has_channels(self) -> bool:
+        return self.format is not None and self.format.has_channels
 
     def grammar(self, constraint: OutputConstraint | None) -> str | None:
         """The grammar of the whole answer, with ``constraint`` on its content; None for unconstrained answers.

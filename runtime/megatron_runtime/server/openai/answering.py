@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server.bodies.protocol import GenerationBody
 from megatron_runtime.server.frontend_context import FrontendContext
 from megatron_runtime.server.generation.choice import ChoiceTask, Delta
-from megatron_runtime.server.generation.generation import Generation
+from megatron_runtime.server.generation.generation import collect
 from megatron_runtime.server.generation.idempotency import IdempotencyKey, idempotency_key
 from megatron_runtime.server.json_response import JsonResponse
 from megatron_runtime.server.messages.message_format import ResponseParsing
@@ -49,7 +48,7 @@ def _prepare(frontend: FrontendContext, body: GenerationBody, request: Request, 
     frontend.check_model(body.model)
     prompts, parsing = style.prompts(body, frontend)
     key = idempotency_key(request, body)
-    tasks = frontend.tasks(body, prompts, key, parsing, cache_salt=frontend.cache_salt(request, body))
+    tasks = frontend.tasks(body, prompts, key, parsing, cache_salt=frontend.cache_salt(request, body.cache_salt))
     return _Prepared(prompts, parsing, key, tasks)
 
 
@@ -63,13 +62,13 @@ async def answer_request(
     """
     size = len(await request.body())
     prepared = await frontend.large_bodies.run(size, _prepare, frontend, body, request, style)
-    generation = frontend.generation(body, prepared.tasks, prepared.key)
+    generation = frontend.generation(prepared.tasks, prepared.key, timeout=body.timeout)
     answer = _new_answer(frontend, body, prepared, style)
     try:
         async with CancelOnDisconnect(request.receive):
             await frontend.admission.admit(generation.size)
             if not body.stream:
-                deltas = await _collect(generation)
+                deltas = await collect(generation)
                 return JsonResponse(style.whole(answer, deltas, frontend.tokenizer))
     except ClientDisconnected:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -85,8 +84,3 @@ def _new_answer(frontend: FrontendContext, body: GenerationBody, prepared: _Prep
     if body.request_id is not None:
         return Answer(body, prepared.prompts, style.id_prefix, prepared.parsing, number=body.request_id)
     return Answer(body, prepared.prompts, style.id_prefix, prepared.parsing)
-
-
-async def _collect(generation: Generation) -> list[Delta]:
-    async with aclosing(generation.deltas()) as deltas:
-        return [delta async for arrived in deltas for delta in arrived]

@@ -91,5 +91,6 @@ def generation_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
 
 def _route_class(frontend: FrontendContext) -> type[BodyRoute]:
     if not frontend.options.http.megatron_http:
-        return body_route(frontend.large_bodies)
-    return body_route(frontend.large_bodies, partial(from_megatron, served_name=frontend.options.served_name))
+        return frontend.message_route
+    converted = partial(from_megatron, served_name=frontend.options.served_name)
+    return body_route(frontend.large_bodies, lambda body: frontend.without_media(converted(body)))

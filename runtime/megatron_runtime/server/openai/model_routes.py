@@ -6,12 +6,9 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import BaseModel
 
 from megatron_runtime.server import documentation
-from megatron_runtime.server.body_route import body_route
 from megatron_runtime.server.documentation import answers, request_example
-from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.frontend_context import FrontendContext
 from megatron_runtime.server.json_response import JsonResponse
 from megatron_runtime.server.openai.tokenization import (
@@ -21,12 +18,6 @@ from megatron_runtime.server.openai.tokenization import (
     tokenize,
     tokenizer_info,
 )
-
-
-class EmbeddingsBody(BaseModel):
-    """``POST /v1/embeddings``, which is not supported."""
-
-    model: str
 
 
 def model_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
@@ -42,18 +33,12 @@ def model_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
         frontend.check_model(name)
         return _model(frontend)
 
-    @router.post("/embeddings", responses=answers({}), summary="Not supported: the served model has no embeddings")
-    async def embeddings(body: EmbeddingsBody) -> None:
-        frontend.check_model(body.model)
-        message = f"model: {body.model!r} generates text and has no embeddings; use a server with an embedding model"
-        raise ApiError(400, message, param="model", code="unsupported_endpoint")
-
     return router
 
 
 def token_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
     """``/tokenize``, ``/detokenize`` and ``/tokenizer_info``; ``common`` as for ``model_routes``."""
-    router = APIRouter(tags=["model"], route_class=body_route(frontend.large_bodies), **common)
+    router = APIRouter(tags=["model"], route_class=frontend.message_route, **common)
 
     @router.post(
         "/tokenize",

@@ -77,5 +77,5 @@ def test_it_distinguishes_errors(shared_pod: Any) -> None:
     assert outcome(shared_pod, "refusals") == {
         "model": {"kind": "NotFoundError", "status": 404, "code": "model_not_found", "param": "model"},
         "field": {"kind": "BadRequestError", "status": 400, "code": None, "param": "temperature"},
-        "embeddings": {"kind": "BadRequestError", "status": 400, "code": "unsupported_endpoint", "param": "model"},
+        "dimensions": {"kind": "BadRequestError", "status": 400, "code": None, "param": "dimensions"},
     }

@@ -33,7 +33,7 @@ def find(env: Mapping[str, str]) -> Path:
 
 def find_or_fetch(env: Mapping[str, str], say: Say) -> Path:
     """The same; creates the environment first if it is missing."""
-    return kept(Kept("Python-clients", _folder(env), "300 MB to download", _is_complete, _fetch), say) / PYTHON
+    return kept(Kept("Python-clients", _folder(env), "1.3 GB of disk", _is_complete, _fetch), say) / PYTHON
 
 
 def run(*words: object, **environment: str) -> str:

@@ -118,7 +118,7 @@ const cases = {
   refusals: async () => ({
     model: await refusalOf(client.chat.completions.create({ ...short, model: "another" })),
     field: await refusalOf(client.chat.completions.create({ ...short, temperature: 9 })),
-    embeddings: await refusalOf(client.embeddings.create({ model, input: "a" })),
+    dimensions: await refusalOf(client.embeddings.create({ model, input: "a", dimensions: 8 })),
   }),
 };
 

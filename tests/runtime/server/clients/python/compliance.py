@@ -1,4 +1,6 @@
-"""Checks an endpoint with llm-comply: `compliance.py URL`; prints the errors of every test, by API, as JSON.
+"""Checks an endpoint with llm-comply: `compliance.py URL MODEL`.
+
+Prints JSON: by API, the errors and the warnings of every test that was not skipped.
 
 The requests are those of llm-comply, at temperature 0 and with at most one call of a tool. It sets neither, and answers
 of a small model may be endless.
@@ -33,7 +35,7 @@ def request_of(case: TestCase, config: ComplianceConfig) -> dict[str, Any]:
 
 
 def main() -> None:
-    config = ComplianceConfig(base_url=sys.argv[1], api_key="none", model="chat")
+    config = ComplianceConfig(base_url=sys.argv[1], api_key="none", model=sys.argv[2])
     found = {}
     for api, specification in APIS.items():
         cases = [
@@ -41,7 +43,7 @@ def main() -> None:
         ]
         spec = SpecLoader(str(SPECIFICATIONS / f"{specification}.json"))
         results = TestRunner(config, cases, spec).run_all().results
-        found[api] = {each.id: each.errors for each in results if each.status.value != "skipped"}
+        found[api] = {each.id: [each.errors, each.warnings] for each in results if each.status.value != "skipped"}
     print(json.dumps(found))
 
 

@@ -1,0 +1,44 @@
+"""Sampling parameters that consist of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_runtime.errors import InvalidRequestError
+from megatron_runtime.sampling_params.ranges import Range, is_integer, is_number
+
+_BIASES = Range(-100.0, 100.0)
+_LONGEST_ID = 18
+"""Maximum number of digits of a token id. Python itself limits the conversion of long texts to integers."""
+
+
+def checked_biases(value: Any) -> dict[int, float] | None:
+    """Token ids to biases; ids may come as text, since JSON has no other keys.
+
+    Raises:
+        InvalidRequestError: A key is no token id, or a bias is out of its range.
+    """
+    if not value and (value is None or isinstance(value, Mapping)):
+        return None
+    if not isinstance(value, Mapping):
+        raise InvalidRequestError(f"logit_bias={value!r} must map token ids to numbers", field="logit_bias")
+    biases: dict[int, float] = {}
+    for token, bias in value.items():
+        is_id = is_integer(token) or (
+            isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= _LONGEST_ID
+        )
+        if not is_id or int(token) < 0:
+            raise InvalidRequestError(f"logit_bias: {token!r} is not a token id", field="logit_bias")
+        if not is_number(bias) or bias not in _BIASES:
+            raise InvalidRequestError(
+                f"logit_bias: {bias!r} for token {token} must be a number {_BIASES}", field="logit_bias"
+            )
+        biases[int(token)] = float(bias)
+    return biases
+
+
+def check_ids(name: str, ids: Any) -> None:
+    """Raises InvalidRequestError unless ``ids`` is None or a list of token ids; ``name`` is the parameter."""
+    if ids is not None and not (isinstance(ids, (list, tuple)) and all(is_integer(i) and i >= 0 for i in ids)):
+        raise InvalidRequestError(f"{name}={ids!r} must be a list of token ids", field=name)
