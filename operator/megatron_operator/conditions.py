@@ -18,6 +18,8 @@ HOLDS_REQUESTS = (EngineState.PAUSED, EngineState.SUSPENDING, EngineState.SUSPEN
 GROUP_FAILED = "GroupFailed"
 AUTO_SUSPENDED = "AutoSuspended"
 ROLLOUT_STALLED = "RolloutStalled"
+NODE_CORDONED = "NodeCordoned"
+NO_ROOM = "NoRoomForSuccessor"
 IN_PROGRESS_REASONS = {
     Signal.PAUSE: "Pausing",
     Signal.UNPAUSE: "Unpausing",
@@ -98,6 +100,8 @@ def progressing(inputs: StatusInputs) -> ConditionState:
         secret = names.keys_secret(inputs.resource.name)
         words = f"the Secret {secret} was removed: all pods drain and end, then new pods start with new keys"
         return ConditionState("True", "RotatingKeys", words)
+    if inputs.leaving_nodes:
+        return _leaving_nodes(inputs)
     moving = [view for view in inputs.all_groups if view.state is not ReplicaGroupState.READY and view.given_up is None]
     if moving:
         return _why("True", moving[0], inputs)
@@ -170,6 +174,19 @@ def _rolling_out(inputs: StatusInputs) -> ConditionState:
         return ConditionState("False", "RolloutPartitioned", f"{words}; lower rollout.partition to go on")
     limits = f"{budget.max_unavailable} may be unavailable and {budget.max_surge} may run in addition at a time"
     return ConditionState("True", "RollingOut", f"{words}; {limits}")
+
+
+def _leaving_nodes(inputs: StatusInputs) -> ConditionState:
+    nodes = sorted({node for nodes in inputs.leaving_nodes.values() for node in nodes})
+    words = f"replica group {_listed([*inputs.leaving_nodes])} runs on cordoned nodes ({', '.join(nodes)})"
+    if inputs.has_no_room:
+        timeout = inputs.resource.spec.disruption.scheduling_timeout.text
+        end = "it drains and ends now, and its next attempt starts when a node has room"
+        return ConditionState("True", NO_ROOM, f"{words}, and no other node had room within {timeout}: {end}")
+    others = [view for view in inputs.all_groups if view.group.index not in inputs.leaving_nodes]
+    starting = [view for view in others if view.state is not ReplicaGroupState.READY]
+    cause = f"; {wait_reason(starting[0], inputs).message}" if starting else ""
+    return ConditionState("True", NODE_CORDONED, f"{words}; a replica group on another node starts first{cause}")
 
 
 def _stalled(inputs: StatusInputs) -> ConditionState:

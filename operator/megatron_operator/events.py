@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron_operator.api.v1alpha1 import Condition, ConditionType, MegatronInferenceStatus, Phase, ReplicaGroupStatus
-from megatron_operator.conditions import GROUP_FAILED
+from megatron_operator.conditions import GROUP_FAILED, NO_ROOM, NODE_CORDONED
 
-REPORTED_PROGRESS = ("ScalingDown", "RollingOut", "RotatingKeys")
+REPORTED_PROGRESS = ("ScalingDown", "RollingOut", "RotatingKeys", NODE_CORDONED, NO_ROOM)
 """Reasons of Progressing that have an event of their own."""
 
 
@@ -112,4 +112,5 @@ def _progress_events(before: MegatronInferenceStatus, after: MegatronInferenceSt
         and progress.reason in REPORTED_PROGRESS
         and _is_news(before.condition(ConditionType.PROGRESSING), progress)
     ):
-        yield Event(EventType.NORMAL, progress.reason, progress.message)
+        kind = EventType.WARNING if progress.reason == NO_ROOM else EventType.NORMAL
+        yield Event(kind, progress.reason, progress.message)

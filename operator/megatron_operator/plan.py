@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import Lifecycle, MegatronInference
@@ -26,6 +27,7 @@ from megatron_operator.observed_state import (
     SendSignal,
 )
 from megatron_operator.render import (
+    disruption_budget,
     gang_kind,
     gang_object,
     grace_seconds,
@@ -73,6 +75,7 @@ class _Planner:
         self.policy = resource.spec.failure_policy
         self.template_hash = names.template_hash(resource, image_of(resource, settings))
         rollout = Rollout(resource, observed, self.template_hash, rollout_budget(resource, settings))
+        self.drain = rollout.drain
         self.groups = rollout.groups()
         self.states = tuple(group.state(self.policy, observed.now) for group in self.groups)
         self.rolling = rollout.replaced(self.groups, leading_group(resource, observed))
@@ -106,6 +109,7 @@ class _Planner:
                 self._unused_gangs(),
             )
             actions = [action for step in steps for action in step]
+            self._expect_room()
         return Plan(tuple(actions), self._requeue_after())
 
     def _requeue_after(self) -> float | None:
@@ -128,7 +132,8 @@ class _Planner:
         secret = keys_secret(self.resource)
         if names.keys_child(self.resource.name) not in self.observed.children:
             yield secret
-        desired = {names.child_key(manifest): manifest for manifest in render_children(self.resource, self.settings)}
+        rendered = [*render_children(self.resource, self.settings), *self._budgets()]
+        desired = {names.child_key(manifest): manifest for manifest in rendered}
         for key, manifest in desired.items():
             if self.observed.children.get(key) != names.applied_hash(manifest["metadata"]):
                 yield ApplyChild(manifest)
@@ -136,6 +141,13 @@ class _Planner:
             kind, name = key.split("/")
             if kind not in names.GANG_KINDS:
                 yield DeleteChild(kind, name)
+
+    def _budgets(self) -> Iterator[dict[str, Any]]:
+        """The budget, while there should be pods. Evictions are refused by default only if the operator moves groups
+        from cordoned nodes, because nothing else would let a drain continue."""
+        kind, stopped = self.observed.budget_kind, self.resource.spec.lifecycle is Lifecycle.STOPPED
+        if self.settings.disruption_budgets and kind is not None and not stopped:
+            yield disruption_budget(self.resource, kind, default_unavailable=0 if self.drain.is_honored else 1)
 
     def _gang(self, group: int, attempt: int) -> Iterator[Action]:
         """The gang object of an attempt exists before its pods."""
@@ -194,7 +206,7 @@ class _Planner:
                 case ReplicaGroupState.STARTING:
                     yield from self._follow_start(group)
                 case ReplicaGroupState.READY:
-                    yield from self._follow_rollout(group)
+                    yield from self._follow_replacement(group)
 
     def _follow_absence(self, group: ReplicaGroup) -> Iterator[Action]:
         restarts = group.restarts if group.template_hash == self.template_hash else 0
@@ -202,8 +214,8 @@ class _Planner:
 
     def _follow_start(self, group: ReplicaGroup) -> Iterator[Action]:
         assert group.attempt is not None
-        if group.template_hash != self.template_hash:
-            yield from self._follow_rollout(group)
+        if group.template_hash != self.template_hash or group in self.rolling:
+            yield from self._follow_replacement(group)
             return
         yield from self._create(group, group.attempt, group.restarts, group.missing)
         deadlines = (group.startup_deadline(self.policy), group.gang_deadline(self.policy))
@@ -241,12 +253,18 @@ class _Planner:
             identity = PodIdentity(group.index, attempt, index, leads, self.template_hash, restarts, epoch)
             yield CreatePod(render_pod(self.resource, identity, self.settings, self.gang_kind))
 
-    def _follow_rollout(self, group: ReplicaGroup) -> Iterator[Action]:
+    def _follow_replacement(self, group: ReplicaGroup) -> Iterator[Action]:
         """Replace the group if its turn has come. One that served stays until another group has the leader."""
         is_needed = group.has_served and self.leader_selection.is_needed(group.index)
         if group in self.rolling and not is_needed:
             yield from self._delete_all(group.pods)
         elif (deadline := group.startup_deadline(self.policy)) is not None:
+            self.deadlines.append(deadline)
+
+    def _expect_room(self) -> None:
+        """Time alone shows that no node has room for the successor of a group on a cordoned node."""
+        deadline = self.drain.scheduling_deadline(self.groups)
+        if deadline is not None and any(self.drain.nodes(group) for group in self.groups):
             self.deadlines.append(deadline)
 
     # --- the engine

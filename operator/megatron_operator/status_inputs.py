@@ -107,6 +107,17 @@ class StatusInputs:
         return tuple(view for view in self.all_groups if view.group in stalled)
 
     @cached_property
+    def leaving_nodes(self) -> dict[int, tuple[str, ...]]:
+        """Indices of the groups on cordoned nodes, with these nodes."""
+        found = {view.group.index: self.rollout.drain.nodes(view.group) for view in self.all_groups}
+        return {index: nodes for index, nodes in found.items() if nodes}
+
+    @property
+    def has_no_room(self) -> bool:
+        """Whether no other node has room for groups on cordoned nodes."""
+        return self.rollout.drain.has_no_room([view.group for view in self.all_groups])
+
+    @cached_property
     def leading_group(self) -> ReplicaGroupView:
         """The group whose first pod is the leader, or was last."""
         return self.all_groups[leading_group(self.resource, self.observed, len(self.all_groups))]

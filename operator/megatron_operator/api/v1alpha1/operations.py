@@ -203,6 +203,27 @@ class RolloutSpec(Part):
         return self
 
 
+class CordonedNodesPolicy(StrEnum):
+    """What happens to replica groups on a cordoned node."""
+
+    HONOR = "Honor"
+    IGNORE = "Ignore"
+
+
+class DisruptionSpec(Part):
+    """Drains of nodes, and evictions."""
+
+    max_unavailable: Annotated[Integer, Field(ge=0, le=1024)] | None = None
+    """Replica groups that evictions may make unavailable at a time, by a PodDisruptionBudget. With 0, evictions wait
+    until the operator has moved the group. Default: 0 if the operator moves groups from cordoned nodes, otherwise 1."""
+    cordoned_nodes_policy: CordonedNodesPolicy = CordonedNodesPolicy.HONOR
+    """Honor: a replica group on a cordoned node is replaced by one on another node, which starts first. Ignore: it
+    stays until its pods are evicted. Pods that tolerate the taint node.kubernetes.io/unschedulable always stay."""
+    scheduling_timeout: Duration = Duration("1m")
+    """Time for the pods of such a successor to be scheduled. After that, no other node has room: the groups on
+    cordoned nodes drain and end without a successor."""
+
+
 class AutoSuspendSpec(Part):
     """Suspends an idle engine to release its memory."""
 
