@@ -18,6 +18,7 @@ HOLDS_REQUESTS = (EngineState.PAUSED, EngineState.SUSPENDING, EngineState.SUSPEN
 GROUP_FAILED = "GroupFailed"
 AUTO_SUSPENDED = "AutoSuspended"
 ROLLOUT_STALLED = "RolloutStalled"
+IDLE_STOPPED = "IdleStopped"
 NODE_CORDONED = "NodeCordoned"
 NO_ROOM = "NoRoomForSuccessor"
 IN_PROGRESS_REASONS = {
@@ -65,6 +66,12 @@ def is_auto_suspended(status: MegatronInferenceStatus) -> bool:
     """Whether the engine is suspended because it was idle."""
     condition = status.condition(ConditionType.READY)
     return condition is not None and condition.reason == AUTO_SUSPENDED
+
+
+def is_idle_stopped(status: MegatronInferenceStatus) -> bool:
+    """Whether there are no pods because the model was idle."""
+    condition = status.condition(ConditionType.READY)
+    return condition is not None and condition.reason == IDLE_STOPPED
 
 
 def ready(inputs: StatusInputs) -> ConditionState:
@@ -202,8 +209,12 @@ def _leaving(inputs: StatusInputs) -> ConditionState:
         return ConditionState(
             "False", "Terminating", f"the resource is being deleted; waiting for {left or 'its last children'}"
         )
+    is_idle = inputs.idle_stop.is_stopped
+    cause = "the model was idle for autoSuspend.stopAfter" if is_idle else "lifecycle is Stopped"
     if left:
-        return ConditionState("False", "Stopping", f"lifecycle is Stopped; waiting for {left} to finish and end")
+        return ConditionState("False", "Stopping", f"{cause}; waiting for {left} to finish and end")
+    if is_idle:
+        return ConditionState("False", IDLE_STOPPED, f"{cause}: there are no pods; the next request starts them")
     return ConditionState(
         "False", "Stopped", "lifecycle is Stopped: there are no pods; set it to Running to start again"
     )

@@ -263,6 +263,7 @@ def template_hash(resource: MegatronInference, image: str) -> str:
         exclude_defaults=True,
         exclude=NO_RESTART,
     )
+    spec.get("autoSuspend", {}).pop("stopAfter", None)
     engine = spec.pop("engine", {})
     if resource.spec.kv_cache_memory == CPU_KV_CACHE:
         engine.pop("kvCacheMemory", None)

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import Lifecycle, MegatronInference
+from megatron_operator.idle_stop import IdleStop
 from megatron_operator.leader_selection import LeaderSelection, leading_group, next_epoch, running_leader
 from megatron_operator.lifecycle import next_signal
 from megatron_operator.names import PodIdentity
@@ -82,6 +83,8 @@ class _Planner:
         self.leader_selection = LeaderSelection(
             resource, observed, self.groups, self.states, self.template_hash, self.rolling
         )
+        self.idle_stop = IdleStop(resource, observed, settings.has_activator)
+        self.is_stopped = resource.spec.lifecycle is Lifecycle.STOPPED or self.idle_stop.is_stopped
         self.deadlines: list[float] = []
         self.creations = 0
         self.gang_kind = gang_kind(resource, observed.gang_kinds)
@@ -95,7 +98,7 @@ class _Planner:
             actions = [*self._delete_all(self.observed.pods)]
         elif self.observed.orphans:
             actions = [*self._adopt()]
-        elif self.resource.spec.lifecycle is Lifecycle.STOPPED:
+        elif self.is_stopped:
             actions = [*self._children(), *self._delete_all(self.observed.pods), *self._unused_gangs()]
         elif pods := pods_without_keys(self.resource, self.observed):
             actions = [*self._follow_loss_of_keys(pods)]
@@ -110,6 +113,8 @@ class _Planner:
             )
             actions = [action for step in steps for action in step]
             self._expect_room()
+            if (due := self.idle_stop.due_at) is not None:
+                self.deadlines.append(due)
         return Plan(tuple(actions), self._requeue_after())
 
     def _requeue_after(self) -> float | None:
@@ -145,8 +150,8 @@ class _Planner:
     def _budgets(self) -> Iterator[dict[str, Any]]:
         """The budget, while there should be pods. Evictions are refused by default only if the operator moves groups
         from cordoned nodes, because nothing else would let a drain continue."""
-        kind, stopped = self.observed.budget_kind, self.resource.spec.lifecycle is Lifecycle.STOPPED
-        if self.settings.disruption_budgets and kind is not None and not stopped:
+        kind = self.observed.budget_kind
+        if self.settings.disruption_budgets and kind is not None and not self.is_stopped:
             yield disruption_budget(self.resource, kind, default_unavailable=0 if self.drain.is_honored else 1)
 
     def _gang(self, group: int, attempt: int) -> Iterator[Action]:

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import ConditionType, FailurePolicy, LastFailure, Lifecycle, MegatronInference
+from megatron_operator.idle_stop import IdleStop
 from megatron_operator.leader_selection import leading_group, running_leader
 from megatron_operator.observed_state import EngineState, ObservedPod, ObservedState
 from megatron_operator.replica_groups import (
@@ -54,6 +55,7 @@ class StatusInputs:
     template_hash: str
     problems: tuple[str, ...] = ()
     rollout_budget: RolloutBudget = IN_PLACE
+    has_activator: bool = False
 
     @cached_property
     def last_failures(self) -> dict[int, LastFailure | None]:
@@ -67,8 +69,13 @@ class StatusInputs:
 
     @property
     def desired(self) -> Lifecycle:
-        """The desired lifecycle."""
-        return self.resource.spec.lifecycle
+        """The desired lifecycle; Stopped for a model that was stopped because it was idle."""
+        return Lifecycle.STOPPED if self.idle_stop.is_stopped else self.resource.spec.lifecycle
+
+    @cached_property
+    def idle_stop(self) -> IdleStop:
+        """The stop of an idle model."""
+        return IdleStop(self.resource, self.observed, self.has_activator)
 
     @property
     def should_have_pods(self) -> bool:

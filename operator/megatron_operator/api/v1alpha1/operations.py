@@ -225,11 +225,33 @@ class DisruptionSpec(Part):
 
 
 class AutoSuspendSpec(Part):
-    """Suspends an idle engine to release its memory."""
+    """Suspends an idle engine to release its memory, and stops the pods of one that stays idle."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                {
+                    "rule": "duration(self.stopAfter) == duration('0s') || duration(self.idleAfter) > duration('0s')",
+                    "message": "spec.autoSuspend.stopAfter: counts from the suspension, but idleAfter is 0s; set"
+                    " idleAfter, or remove stopAfter",
+                }
+            ]
+        }
+    )
 
     idle_after: Duration = Duration("0s")
     """Time without a request after which a running engine is suspended. The next request resumes it and waits
     meanwhile. 0s: never."""
+    stop_after: Duration = Duration("0s")
+    """Time from this suspension after which the pods are stopped, so that their GPUs are free. The next request through
+    the activator starts them and waits meanwhile. 0s, or without an activator: never."""
+
+    @model_validator(mode="after")
+    def _stop_follows_a_suspension(self) -> Self:
+        if self.stop_after > 0 and not self.idle_after:
+            message = "counts from the suspension, but idleAfter is 0s; set idleAfter, or remove stopAfter"
+            raise misplaced("stopAfter", self.stop_after.text, message)
+        return self
 
 
 class Restart(Part):
