@@ -1,7 +1,8 @@
 """Scale to zero: an idle model has no pods until a request reaches an activator, and no request is lost meanwhile."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from cluster_support import audit
 from cluster_support.audit import Right
 from cluster_support.cluster import Cluster
 from cluster_support.control_plane import ControlPlane
-from operator_support.fixtures import ACCOUNT, SYSTEM
-from operator_support.operator_process import OperatorProcess, in_the_place_of
+from operator_support.api import Api
+from operator_support.operator_process import OperatorProcess
+from operator_support.process_node import ProcessNode
 from operator_support.resource import Resource, reason
 from operator_support.scripted_node import ScriptedNode
 
@@ -32,20 +34,12 @@ RIGHTS = {
 }
 
 
-@pytest.fixture
-def activated(operator: OperatorProcess, installed: Cluster, tmp_path: Path) -> Iterator[None]:
-    """An operator of a release with activators."""
-    kubeconfig = installed.kubeconfig_for(ACCOUNT, SYSTEM)
-    settings = {"MEGATRON_ACTIVATOR": "true"}
-    with in_the_place_of(operator, OperatorProcess(kubeconfig, tmp_path / "operator.log", settings=settings)):
-        yield
-
-
 class Model:
     """The server of a model, which is not open yet, behind two activators with the permissions of the chart."""
 
     def __init__(self) -> None:
         self.port = unused_port()
+        self.url = f"http://127.0.0.1:{self.port}"
         self.server: TestServer | None = None
         self.clients: list[httpx.AsyncClient] = []
 
@@ -68,7 +62,6 @@ async def model(
     chat: Resource,
     helm: Helm,
     installed: Cluster,
-    activated: None,  # noqa: ARG001
     monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[Model]:
     roles = of_kind(helm.template("--set=activator.enabled=true"), "ClusterRole")
@@ -84,7 +77,7 @@ async def model(
         for _ in range(2):
             api = await ApiServer.connect()
             stack.push_async_callback(api.close)
-            activator = Activator(Models(api), Limits(keep_alive=0.5), (), lambda _: f"http://127.0.0.1:{model.port}")
+            activator = Activator(Models(api), Limits(keep_alive=0.5), (), lambda _: model.url)
             server = TestServer(activator.application(), host="127.0.0.1")
             await server.start_server()
             stack.push_async_callback(server.close)
@@ -109,10 +102,21 @@ async def stopped(chat: Resource, stage: ScriptedNode) -> None:
     await chat.until_pods()
 
 
+async def restart(operator: OperatorProcess, chat: Resource) -> None:
+    """Kills the operator and starts it; returns when it has made a round of the resource."""
+    await asyncio.to_thread(operator.kill)
+    await chat.patch({"failurePolicy": {"maxRestarts": 6}})
+    await asyncio.to_thread(operator.start)
+    generation = (await chat.get("mi", "chat"))["metadata"]["generation"]
+    await chat.until(lambda status: status["observedGeneration"] == generation, "the operator")
+
+
 async def test_requests_start_an_idle_model_and_all_are_answered(
-    chat: Resource, stage: ScriptedNode, model: Model, own_control_plane: ControlPlane
+    chat: Resource, stage: ScriptedNode, model: Model, operator: OperatorProcess, own_control_plane: ControlPlane
 ) -> None:
     await stopped(chat, stage)
+    await restart(operator, chat)
+    assert await chat.pods() == {}
     requests = [
         asyncio.create_task(client.post("completions", json={"prompt": f"{index}"}))
         for client in model.clients
@@ -134,17 +138,24 @@ async def test_requests_start_an_idle_model_and_all_are_answered(
     assert {request.status for request in used} == {200}
 
 
-async def test_a_stopped_model_stays_stopped_when_the_operator_restarts(
-    chat: Resource, stage: ScriptedNode, operator: OperatorProcess, installed: Cluster, tmp_path: Path
+@pytest.mark.timeout(300)
+async def test_a_streamed_request_starts_the_real_runtime(
+    chat: Resource, api: Api, model: Model, tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kubeconfig, settings = installed.kubeconfig_for(ACCOUNT, SYSTEM), {"MEGATRON_ACTIVATOR": "true"}
-    ours = OperatorProcess(kubeconfig, tmp_path / "operator.log", settings=settings)
-    with in_the_place_of(operator, ours):
-        await stopped(chat, stage)
-        await asyncio.to_thread(ours.kill)
-        await asyncio.to_thread(ours.start)
-        await chat.kubectl("annotate", "mi", "chat", "tests/look=again")
-        second = Resource(chat.cluster, chat.namespace, "second")
-        await second.create()
-        await second.until_pods("second-0-0-0")  # The operator works again.
-        assert await chat.pods() == {}
+    async with ProcessNode(api, chat.namespace, tmp_path / "pods", tiny_checkpoint.parent) as machine:
+        await chat.create(model={"source": {"path": f"/models/{tiny_checkpoint.name}"}}, autoSuspend=IDLE)
+        await chat.until(lambda status: reason(status) == "IdleStopped", "the stop", within=120)
+        model.url = f"http://{await machine.service_address('chat')}:8000"
+        lines: list[str] = []
+        began = time.monotonic()
+        body = {"model": "chat", "prompt": "a", "max_tokens": 4, "stream": True}
+        async with model.clients[0].stream("POST", "completions", json=body) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: ") and not any(each.startswith("data: ") for each in lines):
+                    first = time.monotonic() - began
+                lines += [line] if line else []
+        with capsys.disabled():
+            print(f"\nfirst token {first:.1f} s after the request")
+        assert lines[0] == ": waiting for the model to start"
+        assert lines[-1] == "data: [DONE]"
+        await chat.kubectl("delete", "mi", "chat", "--timeout=60s")

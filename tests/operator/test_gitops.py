@@ -15,6 +15,7 @@ from planning_support.planning import Planning
 from planning_support.resources import resource_object
 
 from megatron_operator.api.parse import InvalidResource, parse_resource
+from megatron_operator.idle_stop import STOP_DELAY
 from megatron_operator.observed_state import Failure, PodPhase
 from megatron_operator.settings import Settings
 from megatron_operator.status import as_json, invalid_status
@@ -87,6 +88,8 @@ def test_a_model_that_was_stopped_because_it_was_idle_is_healthy() -> None:
     planning.cluster.fall_asleep()
     planning.round()
     planning.cluster.now += 60
+    planning.round()
+    planning.cluster.now += STOP_DELAY
     for _ in range(5):
         planning.round()
         planning.cluster.start_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,11 @@ from planning_support.planning import Planning, created, deleted
 from megatron_operator.api.parse import InvalidResource
 from megatron_operator.api.v1alpha1 import ConditionType, Lifecycle, MegatronInferenceStatus, Phase
 from megatron_operator.events import events_between
+from megatron_operator.idle_stop import STOP_DELAY
+from megatron_operator.observed_state import EngineState
+from megatron_operator.plan import plan
 from megatron_operator.settings import Settings
+from megatron_operator.status import build_status
 from megatron_operator.timestamps import timestamp
 
 IDLE = {"idleAfter": "1m", "stopAfter": "10m"}
@@ -34,9 +39,16 @@ def asleep(**spec: Any) -> Planning:
 def stopped(**spec: Any) -> Planning:
     planning = asleep(**spec)
     planning.cluster.now += 600
-    run(planning)
+    stop(planning)
     assert planning.cluster.pods == {}
     return planning
+
+
+def stop(planning: Planning) -> None:
+    """The record of a stop that is due, and the stop after the delay."""
+    planning.round()
+    planning.cluster.now += STOP_DELAY
+    run(planning)
 
 
 def run(planning: Planning, rounds: int = 8) -> None:
@@ -67,6 +79,10 @@ def test_a_model_that_stays_idle_is_stopped_after_the_time() -> None:
     planning.cluster.now += 1
     assert planning.round() == []
     assert planning.status.idle_stop_time == timestamp(planning.cluster.now)
+    planning.cluster.now += STOP_DELAY - 1
+    assert planning.round() == []
+    assert planning.look().requeue_after == pytest.approx(1)
+    planning.cluster.now += 1
     assert deleted(planning.round()) == ["chat-0-0-0"]
 
 
@@ -95,8 +111,8 @@ def test_a_started_model_is_stopped_again_also_if_the_clock_of_the_activator_is_
     run(planning)
     planning.cluster.fall_asleep()
     planning.round()
-    planning.cluster.now += 600
-    run(planning)
+    planning.cluster.now += 7800
+    stop(planning)
     assert planning.cluster.pods == {}
     assert planning.status.phase is Phase.STOPPED
 
@@ -111,10 +127,23 @@ def test_a_request_that_resumes_the_engine_before_the_pods_are_deleted_keeps_the
     assert planning.status.idle_stop_time is None
 
 
+@pytest.mark.parametrize("change", [{"state": EngineState.RESUMING}, {"waiting_requests": 1}])
+def test_a_request_that_waits_for_the_engine_ends_the_stop(change: dict[str, Any]) -> None:
+    planning = asleep()
+    planning.cluster.now += 600
+    planning.round()
+    observed = planning.cluster.observed()
+    assert observed.engine is not None
+    later = replace(observed, now=observed.now + 60, engine=replace(observed.engine, **change))
+    assert plan(planning.resource, later, planning.settings).actions == ()
+    assert build_status(planning.resource, later, planning.settings).idle_stop_time is None
+
+
 def test_a_request_during_the_stop_starts_the_next_attempt_when_the_pods_have_ended() -> None:
     planning = asleep()
     planning.cluster.now += 600
     planning.round()
+    planning.cluster.now += STOP_DELAY
     planning.round()
     assert planning.cluster.pods["chat-0-0-0"].deleting
     activate(planning)
@@ -160,7 +189,7 @@ def test_events_report_stop_and_start() -> None:
     before = planning.status
     planning.round()
     assert "IdleStopped" in [event.reason for event in events_between(before, planning.status)]
-    run(planning)
+    stop(planning)
     activate(planning)
     before = planning.status
     planning.round()
@@ -170,8 +199,10 @@ def test_events_report_stop_and_start() -> None:
 def test_the_reason_while_the_pods_end_is_stopping() -> None:
     planning = asleep()
     planning.cluster.now += 600
-    for _ in range(3):
-        planning.round()
+    planning.round()
+    planning.cluster.now += STOP_DELAY
+    planning.round()
+    planning.round()
     assert ready_reason(planning.status) == "Stopping"
 
 

@@ -12,12 +12,10 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from megatron_operator.api.v1alpha1 import ConditionType, Lifecycle, MegatronInferenceStatus
+from megatron_operator.idle_stop import LOOK_INTERVAL
 from megatron_operator.status import old_status
 from megatron_operator.timestamps import seconds, timestamp
 
-KNOWN = 30.0
-"""Seconds for which a resource that was found counts as existing. Requests to a running model thus need no API
-server."""
 POLL = 1.0
 """Seconds between two looks at a model that requests wait for."""
 
@@ -79,7 +77,8 @@ def availability(resource: Object | None) -> Availability:
     if _is_idle(status):
         return Availability.IDLE
     ready = status.condition(ConditionType.READY)
-    is_running = status.idle_stop_time is None and ready is not None and ready.status == "True"
+    # Unknown means that the operator does not reach the leader, which may serve all the same.
+    is_running = status.idle_stop_time is None and ready is not None and ready.status != "False"
     return Availability.AVAILABLE if is_running else Availability.WAITING
 
 
@@ -94,13 +93,20 @@ class Models:
 
     def __init__(self, resources: Resources) -> None:
         self._resources = resources
-        self._known_until: dict[ModelKey, float] = {}
+        self._running_until: dict[ModelKey, float] = {}
+        """By model, the time until which it is not stopped for being idle. A running model thus costs the API server
+        one request in this time."""
         self._looks: dict[ModelKey, asyncio.Task[Availability]] = {}
 
-    async def check(self, key: ModelKey) -> None:
-        """Raises ModelUnavailable for a resource that does not exist, AdapterError."""
-        if self._known_until.get(key, 0.0) < time.monotonic():
-            await self.activate(key)
+    async def check(self, key: ModelKey) -> bool:
+        """Whether a request may be sent to the model now: it is not about to be stopped. Otherwise it is started.
+
+        Raises ModelUnavailable for a resource that does not exist, or that its user stopped, and AdapterError.
+        """
+        if self._running_until.get(key, 0.0) >= time.monotonic():
+            return True
+        await self.activate(key)
+        return key in self._running_until
 
     async def activate(self, key: ModelKey) -> bool:
         """Start the model if it was stopped because it was idle. Returns whether it answers requests now.
@@ -127,13 +133,14 @@ class Models:
         await asyncio.gather(*looks, return_exceptions=True)
 
     async def _look(self, key: ModelKey) -> Availability:
+        looked_at = time.monotonic()
         resource = await self._resources.get("MegatronInference", key.namespace, key.name)
         found = availability(resource)
-        if resource is None or found is Availability.ABSENT:
-            self._known_until.pop(key, None)
-            return found
-        self._known_until[key] = time.monotonic() + KNOWN
-        if found is Availability.IDLE:
+        if resource is None or found in (Availability.ABSENT, Availability.STOPPED, Availability.IDLE):
+            self._running_until.pop(key, None)
+        else:
+            self._running_until[key] = looked_at + LOOK_INTERVAL
+        if resource is not None and found is Availability.IDLE:
             logger.info("%s: a request arrived; its pods start", key)
             stopped = seconds(old_status(resource).idle_stop_time or timestamp(0))
             # The clocks of activator and operator may differ.

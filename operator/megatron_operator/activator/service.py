@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http
 import json
 import logging
@@ -33,7 +34,7 @@ HOP_BY_HOP = frozenset(
 AUTO_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 """Headers that aiohttp would add to requests without them."""
 MAX_BROKEN = 2
-"""Connections that may break after the request was sent, before it fails: it may be what breaks them."""
+"""Connections to a running model that may break after the request was sent, before it fails: it may be the cause."""
 
 UrlOf = Callable[[ModelKey], str]
 logger = logging.getLogger("megatron_operator.activator")
@@ -54,7 +55,7 @@ class Held:
     response: web.StreamResponse | None = None
     """The event stream of a request that waits, once it has begun."""
     broken: int = 0
-    """Connections that broke after the request was sent."""
+    """Connections that broke after the request was sent to a model that runs."""
 
     @property
     def wants_events(self) -> bool:
@@ -99,9 +100,10 @@ class Activator:
         held = Held(request, key, b"")
         size = 0
         try:
-            await self._check(key)
+            self._check(key)
+            may_send = await self._models.check(key)
             held.body, size = await self._read(request)
-            return await self._serve(held)
+            return await self._serve(held, may_send=may_send)
         except LimitExceeded as error:
             return await _refuse(held, http.HTTPStatus.SERVICE_UNAVAILABLE, str(error))
         except ModelUnavailable as error:
@@ -113,12 +115,11 @@ class Activator:
         finally:
             self.usage.remove_bytes(size)
 
-    async def _check(self, key: ModelKey) -> None:
-        """Raises ModelUnavailable for anything that is not the name of an existing resource."""
+    def _check(self, key: ModelKey) -> None:
+        """Raises ModelUnavailable for anything that is not the name of a resource in the namespaces."""
         are_names = NAME.fullmatch(key.namespace) and NAME.fullmatch(key.name)
         if not are_names or (self._namespaces and key.namespace not in self._namespaces):
             raise ModelUnavailable(f"this activator serves no MegatronInference {key}", http.HTTPStatus.NOT_FOUND)
-        await self._models.check(key)
 
     async def _read(self, request: web.Request) -> tuple[bytes, int]:
         """The body, and the bytes that were counted for it. Raises LimitExceeded before it reads too much."""
@@ -135,8 +136,10 @@ class Activator:
             raise
         return bytes(body), counted
 
-    async def _serve(self, held: Held) -> web.StreamResponse:
-        answer = await self._send(held)
+    async def _serve(self, held: Held, *, may_send: bool) -> web.StreamResponse:
+        answer = None
+        with contextlib.suppress(AdapterError):
+            answer = await self._send(held) if may_send else None
         if answer is None:
             with self.usage.request():
                 answer = await self._wait(held)
@@ -166,7 +169,8 @@ class Activator:
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError):
             return None
         except aiohttp.ClientConnectionError as error:
-            held.broken += 1
+            # A proxy on the way may accept a connection although there is no pod.
+            held.broken += await self._models.activate(held.key)
             if held.broken >= MAX_BROKEN:
                 words = f"the model {held.key} closed the connection {held.broken} times without an answer"
                 raise ModelUnavailable(words, http.HTTPStatus.BAD_GATEWAY) from error
