@@ -38,13 +38,7 @@ class NodeDrain:
 
     def scheduling_deadline(self, groups: Sequence[ReplicaGroup]) -> float | None:
         """When a group that waits for nodes shows that there is no room for it; None while no group waits."""
-        waiting = [
-            pod.created_at
-            for group in groups
-            if not self.nodes(group)
-            for pod in group.live_pods
-            if pod.startup_since is None
-        ]
+        waiting = [pod.created_at for group in groups for pod in group.live_pods if pod.startup_since is None]
         return min(waiting) + self.resource.spec.disruption.scheduling_timeout if waiting else None
 
     def has_no_room(self, groups: Sequence[ReplicaGroup]) -> bool:

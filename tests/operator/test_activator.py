@@ -166,6 +166,9 @@ async def test_a_client_that_leaves_frees_its_place(model: ModelInCluster) -> No
         await client.until_held(1)
         first.cancel()
         await client.until_held(0)
+        reads = model.reads
+        await asyncio.sleep(SHORT)
+        assert model.reads == reads
     assert client.activator.usage.body_bytes == 0
 
 

@@ -107,12 +107,14 @@ def test_a_request_starts_the_model_again() -> None:
 
 def test_a_started_model_is_stopped_again_also_if_the_clock_of_the_activator_is_ahead() -> None:
     planning = stopped()
-    activate(planning, ahead=7200)
+    activate(planning, ahead=700)
     run(planning)
     planning.cluster.fall_asleep()
     planning.round()
-    planning.cluster.now += 7800
-    stop(planning)
+    planning.cluster.now += 600
+    planning.round()
+    planning.cluster.now += 101 + STOP_DELAY
+    run(planning)
     assert planning.cluster.pods == {}
     assert planning.status.phase is Phase.STOPPED
 
