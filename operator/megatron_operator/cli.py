@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 from rich.console import Console
 
+from megatron_operator.activator.limits import Limits
 from megatron_operator.commands import cli_options
 from megatron_operator.commands.console import OPERATOR, PLUGIN, program
 from megatron_operator.kubernetes.lease import LeaseName, LeaseTimings
@@ -127,6 +128,42 @@ def run(
     timings = LeaseTimings(lease_seconds)
     options = handlers.Options(namespaces, metrics_host, metrics_port, name, timings, watch_silence)
     _run_operator(options, verbose, log_format)
+
+
+@app.command()
+def activate(
+    namespace: Annotated[
+        list[str] | None,
+        typer.Option("--namespace", "-n", help="Namespace to serve; may be repeated. Default: all namespaces."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to serve on.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(help="Port to serve on; /healthz is there too.")] = 8080,
+    max_requests: Annotated[
+        int, typer.Option(min=1, help="Requests that wait for models at a time; further ones get 503.")
+    ] = Limits.requests,
+    max_body_bytes: Annotated[
+        int, typer.Option(min=1, help="Bytes of the bodies of all requests at a time; further ones get 503.")
+    ] = Limits.body_bytes,
+    max_wait: Annotated[float, typer.Option(min=1, help="Seconds that a request waits for a model.")] = Limits.wait,
+    keep_alive: Annotated[
+        float, typer.Option(min=0.1, help="Seconds between comments in an event stream that waits.")
+    ] = Limits.keep_alive,
+    drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that requests get to finish after SIGTERM.")] = (
+        60.0
+    ),
+) -> None:
+    """Pass requests on to models, and start those that were stopped because they were idle.
+
+    The base URL of a model is http://HOST:PORT/NAMESPACE/NAME/v1.
+    """
+    from megatron_operator.activator.command import activate as run_activator
+    from megatron_operator.observed_state import AdapterError
+
+    limits = Limits(max_requests, max_body_bytes, max_wait, keep_alive)
+    try:
+        asyncio.run(run_activator(tuple(namespace or ()), limits, host, port, drain_timeout))
+    except (AdapterError, OSError) as error:
+        refuse(f"cannot start: {error}")
 
 
 def _run_operator(options: Options, verbose: bool, log_format: LogFormat) -> None:

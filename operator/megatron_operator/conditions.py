@@ -18,6 +18,9 @@ HOLDS_REQUESTS = (EngineState.PAUSED, EngineState.SUSPENDING, EngineState.SUSPEN
 GROUP_FAILED = "GroupFailed"
 AUTO_SUSPENDED = "AutoSuspended"
 ROLLOUT_STALLED = "RolloutStalled"
+IDLE_STOPPED = "IdleStopped"
+NODE_CORDONED = "NodeCordoned"
+NO_ROOM = "NoRoomForSuccessor"
 IN_PROGRESS_REASONS = {
     Signal.PAUSE: "Pausing",
     Signal.UNPAUSE: "Unpausing",
@@ -65,6 +68,12 @@ def is_auto_suspended(status: MegatronInferenceStatus) -> bool:
     return condition is not None and condition.reason == AUTO_SUSPENDED
 
 
+def is_idle_stopped(status: MegatronInferenceStatus) -> bool:
+    """Whether there are no pods because the model was idle."""
+    condition = status.condition(ConditionType.READY)
+    return condition is not None and condition.reason == IDLE_STOPPED
+
+
 def ready(inputs: StatusInputs) -> ConditionState:
     """True while the resource answers requests."""
     if not inputs.should_have_pods:
@@ -98,6 +107,8 @@ def progressing(inputs: StatusInputs) -> ConditionState:
         secret = names.keys_secret(inputs.resource.name)
         words = f"the Secret {secret} was removed: all pods drain and end, then new pods start with new keys"
         return ConditionState("True", "RotatingKeys", words)
+    if inputs.leaving_nodes:
+        return _leaving_nodes(inputs)
     moving = [view for view in inputs.all_groups if view.state is not ReplicaGroupState.READY and view.given_up is None]
     if moving:
         return _why("True", moving[0], inputs)
@@ -172,6 +183,19 @@ def _rolling_out(inputs: StatusInputs) -> ConditionState:
     return ConditionState("True", "RollingOut", f"{words}; {limits}")
 
 
+def _leaving_nodes(inputs: StatusInputs) -> ConditionState:
+    nodes = sorted({node for nodes in inputs.leaving_nodes.values() for node in nodes})
+    words = f"replica group {_listed([*inputs.leaving_nodes])} runs on cordoned nodes ({', '.join(nodes)})"
+    if inputs.has_no_room:
+        timeout = inputs.resource.spec.disruption.scheduling_timeout.text
+        end = "it drains and ends now, and its next attempt starts when a node has room"
+        return ConditionState("True", NO_ROOM, f"{words}, and no other node had room within {timeout}: {end}")
+    others = [view for view in inputs.all_groups if view.group.index not in inputs.leaving_nodes]
+    starting = [view for view in others if view.state is not ReplicaGroupState.READY]
+    cause = f"; {wait_reason(starting[0], inputs).message}" if starting else ""
+    return ConditionState("True", NODE_CORDONED, f"{words}; a replica group on another node starts first{cause}")
+
+
 def _stalled(inputs: StatusInputs) -> ConditionState:
     causes = "; ".join(wait_reason(view, inputs).message for view in inputs.stalled_groups)
     words = f"the rollout has stopped: replica group {_listed(inputs.outdated_groups)} keeps the previous template"
@@ -185,8 +209,12 @@ def _leaving(inputs: StatusInputs) -> ConditionState:
         return ConditionState(
             "False", "Terminating", f"the resource is being deleted; waiting for {left or 'its last children'}"
         )
+    is_idle = inputs.idle_stop.is_stopped
+    cause = "the model was idle for autoSuspend.stopAfter" if is_idle else "lifecycle is Stopped"
     if left:
-        return ConditionState("False", "Stopping", f"lifecycle is Stopped; waiting for {left} to finish and end")
+        return ConditionState("False", "Stopping", f"{cause}; waiting for {left} to finish and end")
+    if is_idle:
+        return ConditionState("False", IDLE_STOPPED, f"{cause}: there are no pods; the next request starts them")
     return ConditionState(
         "False", "Stopped", "lifecycle is Stopped: there are no pods; set it to Running to start again"
     )

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron_operator.api.v1alpha1 import Condition, ConditionType, MegatronInferenceStatus, Phase, ReplicaGroupStatus
-from megatron_operator.conditions import GROUP_FAILED
+from megatron_operator.conditions import GROUP_FAILED, IDLE_STOPPED, NO_ROOM, NODE_CORDONED
 
-REPORTED_PROGRESS = ("ScalingDown", "RollingOut", "RotatingKeys")
+REPORTED_PROGRESS = ("ScalingDown", "RollingOut", "RotatingKeys", NODE_CORDONED, NO_ROOM)
 """Reasons of Progressing that have an event of their own."""
 
 
@@ -37,6 +37,7 @@ def events_between(before: MegatronInferenceStatus, after: MegatronInferenceStat
         *_leader_events(before, after),
         *_warnings(before, after),
         *_engine_events(before, after),
+        *_activation_events(before, after),
         *_progress_events(before, after),
     )
 
@@ -105,6 +106,13 @@ def _engine_events(before: MegatronInferenceStatus, after: MegatronInferenceStat
         yield Event(EventType.NORMAL, "Available", f"{after.model_name} answers at {after.url}")
 
 
+def _activation_events(before: MegatronInferenceStatus, after: MegatronInferenceStatus) -> Iterator[Event]:
+    if before.idle_stop_time is None and after.idle_stop_time is not None:
+        yield Event(EventType.NORMAL, IDLE_STOPPED, "the model was idle; its pods are stopped until the next request")
+    if before.idle_stop_time is not None and after.idle_stop_time is None:
+        yield Event(EventType.NORMAL, "Activated", "the model is needed again; its pods start, or stay")
+
+
 def _progress_events(before: MegatronInferenceStatus, after: MegatronInferenceStatus) -> Iterator[Event]:
     progress = after.condition(ConditionType.PROGRESSING)
     if (
@@ -112,4 +120,5 @@ def _progress_events(before: MegatronInferenceStatus, after: MegatronInferenceSt
         and progress.reason in REPORTED_PROGRESS
         and _is_news(before.condition(ConditionType.PROGRESSING), progress)
     ):
-        yield Event(EventType.NORMAL, progress.reason, progress.message)
+        kind = EventType.WARNING if progress.reason == NO_ROOM else EventType.NORMAL
+        yield Event(kind, progress.reason, progress.message)

@@ -9,6 +9,7 @@ Run it with ``megatron-operator run`` or ``kopf run -m megatron_operator.handler
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import os
@@ -21,7 +22,7 @@ import kopf
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
-from megatron_operator.kubernetes.api_server import ApiServer, group_version_plural
+from megatron_operator.kubernetes.api_server import CORDONED, ApiServer, group_version_plural
 from megatron_operator.kubernetes.leader_election import LeaderElection
 from megatron_operator.kubernetes.lease import LeaseName, LeaseTimings
 from megatron_operator.kubernetes.null_storage import NullDiffBaseStorage, NullProgressStorage
@@ -137,6 +138,10 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
     # it.
     watched: WatchedKinds = memo.get("watched") or WatchedKinds()
     memo.api, memo.loops = api, ResourceLoops(api, Settings.from_environment(), meters, watched.add)
+    if await memo.loops.may_read_nodes():
+        watch_nodes()
+    else:
+        logger.info("nodes cannot be read: replica groups stay on cordoned nodes until their pods are evicted")
     memo.discovery_task = asyncio.create_task(watched.keep(KIND, api.knows), name=f"discovery of {KIND}")
     if options.lease is None:
         memo.loops.start_leading()
@@ -187,6 +192,18 @@ async def child_changed(memo: kopf.Memo, namespace: str | None, labels: kopf.Lab
     memo.loops.wake(namespace, labels[names.NAME_LABEL])
 
 
+async def node_changed(memo: kopf.Memo, name: str | None, type: str | None, **_: Any) -> None:
+    """A node was cordoned, changed while it is cordoned, or is no longer cordoned: the watch selects cordoned nodes."""
+    assert name is not None
+    memo.loops.node_changed(name, is_cordoned=type != "DELETED")
+
+
+@functools.cache
+def watch_nodes() -> None:
+    """Watch cordoned nodes. kopf finds the handler after the start, and repeats a watch that is forbidden for ever."""
+    kopf.on.event(*group_version_plural("Node"))(node_changed)
+
+
 for child in CHILDREN:
     kopf.on.event(*child, labels=OURS)(child_changed)
 
@@ -207,6 +224,7 @@ def configure(settings: kopf.OperatorSettings, options: Options) -> None:
     settings.watching.inactivity_timeout = options.watch_silence
     for child in CHILDREN:
         settings.watching.label_selectors[child] = names.NAME_LABEL
+    settings.watching.field_selectors[group_version_plural("Node")] = CORDONED
     # With a Role in each namespace and no ClusterRole, the operator may not scan for kinds.
     settings.scanning.disabled = bool(options.namespaces)
 

@@ -55,6 +55,12 @@ GANG_KINDS = {
 """Kinds of children that make a scheduler place the pods of an attempt together, each with its API group, because
 several have the kind PodGroup, and with its API version."""
 
+BUDGET = "PodDisruptionBudget"
+BUDGET_V1BETA1 = "PodDisruptionBudget.v1beta1"
+BUDGET_KINDS = {BUDGET: "policy/v1", BUDGET_V1BETA1: "policy/v1beta1"}
+"""Kinds of PodDisruptionBudgets with their API versions, the preferred one first. Kubernetes has policy/v1 from 1.21
+on."""
+
 ROUTE_KINDS = ("HTTPRoute", "Ingress")
 """Kinds of children that route external clients to the HTTP Service. Pods do not depend on them."""
 
@@ -113,6 +119,11 @@ def network_policy(resource: str) -> str:
     return resource
 
 
+def disruption_budget(resource: str) -> str:
+    """Name of the PodDisruptionBudget."""
+    return resource
+
+
 def route(resource: str) -> str:
     """Name of the Ingress or HTTPRoute."""
     return resource
@@ -144,8 +155,11 @@ def url(resource: str, namespace: str) -> str:
 
 
 def kind_of(manifest: Mapping[str, Any]) -> str:
-    """The kind of an object, followed by its API group if several groups have the kind."""
-    group, _, _ = str(manifest.get("apiVersion", "")).rpartition("/")
+    """The kind of an object, followed by its API group or version if the operator uses several of them."""
+    api_version = str(manifest.get("apiVersion", ""))
+    if api_version == BUDGET_KINDS[BUDGET_V1BETA1]:
+        return BUDGET_V1BETA1
+    group, _, _ = api_version.rpartition("/")
     with_group = f"{manifest['kind']}.{group}"
     return with_group if with_group in GANG_KINDS else str(manifest["kind"])
 
@@ -227,6 +241,7 @@ NO_RESTART = {
     "replicas",
     "lifecycle",
     "expose",
+    "disruption",
     "failure_policy",
     "image",
     "image_pull_policy",
@@ -248,6 +263,7 @@ def template_hash(resource: MegatronInference, image: str) -> str:
         exclude_defaults=True,
         exclude=NO_RESTART,
     )
+    spec.get("autoSuspend", {}).pop("stopAfter", None)
     engine = spec.pop("engine", {})
     if resource.spec.kv_cache_memory == CPU_KV_CACHE:
         engine.pop("kvCacheMemory", None)

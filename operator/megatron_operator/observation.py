@@ -100,6 +100,8 @@ def observed_state(
     taken: frozenset[str] = frozenset(),
     orphans: Iterable[ObservedPod] = (),
     gang_kinds: frozenset[str] = frozenset(),
+    budget_kind: str | None = None,
+    cordoned_nodes: frozenset[str] | None = None,
     url: str | None = None,
 ) -> ObservedState:
     """``seen`` is every pod with its answer; None stands for a pod that is not part of a group attempt."""
@@ -112,6 +114,8 @@ def observed_state(
         children=children,
         taken=taken,
         gang_kinds=gang_kinds,
+        budget_kind=budget_kind,
+        cordoned_nodes=cordoned_nodes,
         url=url,
     )
 

@@ -194,6 +194,10 @@ class ObservedState:
     """``Kind/name`` of children whose names are taken by objects of other owners."""
     gang_kinds: frozenset[str] = frozenset()
     """Kinds of ``names.GANG_KINDS`` that the cluster serves."""
+    budget_kind: str | None = None
+    """Which of ``names.BUDGET_KINDS`` the cluster serves; None for neither."""
+    cordoned_nodes: frozenset[str] | None = None
+    """Names of the nodes that are cordoned; None where the operator may not read nodes."""
     url: str | None = None
     """Base URL of the HTTP frontend where it differs from the Service's DNS name."""
 

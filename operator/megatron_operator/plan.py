@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import Lifecycle, MegatronInference
+from megatron_operator.idle_stop import IdleStop
 from megatron_operator.leader_selection import LeaderSelection, leading_group, next_epoch, running_leader
 from megatron_operator.lifecycle import next_signal
 from megatron_operator.names import PodIdentity
@@ -26,6 +28,7 @@ from megatron_operator.observed_state import (
     SendSignal,
 )
 from megatron_operator.render import (
+    disruption_budget,
     gang_kind,
     gang_object,
     grace_seconds,
@@ -73,12 +76,15 @@ class _Planner:
         self.policy = resource.spec.failure_policy
         self.template_hash = names.template_hash(resource, image_of(resource, settings))
         rollout = Rollout(resource, observed, self.template_hash, rollout_budget(resource, settings))
+        self.drain = rollout.drain
         self.groups = rollout.groups()
         self.states = tuple(group.state(self.policy, observed.now) for group in self.groups)
         self.rolling = rollout.replaced(self.groups, leading_group(resource, observed))
         self.leader_selection = LeaderSelection(
             resource, observed, self.groups, self.states, self.template_hash, self.rolling
         )
+        self.idle_stop = IdleStop(resource, observed, settings.has_activator)
+        self.is_stopped = resource.spec.lifecycle is Lifecycle.STOPPED or self.idle_stop.is_stopped
         self.deadlines: list[float] = []
         self.creations = 0
         self.gang_kind = gang_kind(resource, observed.gang_kinds)
@@ -92,7 +98,7 @@ class _Planner:
             actions = [*self._delete_all(self.observed.pods)]
         elif self.observed.orphans:
             actions = [*self._adopt()]
-        elif self.resource.spec.lifecycle is Lifecycle.STOPPED:
+        elif self.is_stopped:
             actions = [*self._children(), *self._delete_all(self.observed.pods), *self._unused_gangs()]
         elif pods := pods_without_keys(self.resource, self.observed):
             actions = [*self._follow_loss_of_keys(pods)]
@@ -106,6 +112,9 @@ class _Planner:
                 self._unused_gangs(),
             )
             actions = [action for step in steps for action in step]
+            self._expect_room()
+            if (due := self.idle_stop.due_at) is not None:
+                self.deadlines.append(due)
         return Plan(tuple(actions), self._requeue_after())
 
     def _requeue_after(self) -> float | None:
@@ -128,7 +137,8 @@ class _Planner:
         secret = keys_secret(self.resource)
         if names.keys_child(self.resource.name) not in self.observed.children:
             yield secret
-        desired = {names.child_key(manifest): manifest for manifest in render_children(self.resource, self.settings)}
+        rendered = [*render_children(self.resource, self.settings), *self._budgets()]
+        desired = {names.child_key(manifest): manifest for manifest in rendered}
         for key, manifest in desired.items():
             if self.observed.children.get(key) != names.applied_hash(manifest["metadata"]):
                 yield ApplyChild(manifest)
@@ -136,6 +146,13 @@ class _Planner:
             kind, name = key.split("/")
             if kind not in names.GANG_KINDS:
                 yield DeleteChild(kind, name)
+
+    def _budgets(self) -> Iterator[dict[str, Any]]:
+        """The budget, while there should be pods. Evictions are refused by default only if the operator moves groups
+        from cordoned nodes, because nothing else would let a drain continue."""
+        kind = self.observed.budget_kind
+        if self.settings.disruption_budgets and kind is not None and not self.is_stopped:
+            yield disruption_budget(self.resource, kind, default_unavailable=0 if self.drain.is_honored else 1)
 
     def _gang(self, group: int, attempt: int) -> Iterator[Action]:
         """The gang object of an attempt exists before its pods."""
@@ -194,7 +211,7 @@ class _Planner:
                 case ReplicaGroupState.STARTING:
                     yield from self._follow_start(group)
                 case ReplicaGroupState.READY:
-                    yield from self._follow_rollout(group)
+                    yield from self._follow_replacement(group)
 
     def _follow_absence(self, group: ReplicaGroup) -> Iterator[Action]:
         restarts = group.restarts if group.template_hash == self.template_hash else 0
@@ -202,8 +219,8 @@ class _Planner:
 
     def _follow_start(self, group: ReplicaGroup) -> Iterator[Action]:
         assert group.attempt is not None
-        if group.template_hash != self.template_hash:
-            yield from self._follow_rollout(group)
+        if group.template_hash != self.template_hash or group in self.rolling:
+            yield from self._follow_replacement(group)
             return
         yield from self._create(group, group.attempt, group.restarts, group.missing)
         deadlines = (group.startup_deadline(self.policy), group.gang_deadline(self.policy))
@@ -241,12 +258,18 @@ class _Planner:
             identity = PodIdentity(group.index, attempt, index, leads, self.template_hash, restarts, epoch)
             yield CreatePod(render_pod(self.resource, identity, self.settings, self.gang_kind))
 
-    def _follow_rollout(self, group: ReplicaGroup) -> Iterator[Action]:
+    def _follow_replacement(self, group: ReplicaGroup) -> Iterator[Action]:
         """Replace the group if its turn has come. One that served stays until another group has the leader."""
         is_needed = group.has_served and self.leader_selection.is_needed(group.index)
         if group in self.rolling and not is_needed:
             yield from self._delete_all(group.pods)
         elif (deadline := group.startup_deadline(self.policy)) is not None:
+            self.deadlines.append(deadline)
+
+    def _expect_room(self) -> None:
+        """Time alone shows that no node has room for the successor of a group on a cordoned node."""
+        deadline = self.drain.scheduling_deadline(self.groups)
+        if deadline is not None and any(self.drain.nodes(group) for group in self.groups):
             self.deadlines.append(deadline)
 
     # --- the engine

@@ -236,7 +236,7 @@ def _on_its_way_out(obj: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_needed_by_pods(action: Action) -> bool:
     if isinstance(action, ApplyChild):
-        return action.manifest["kind"] not in names.ROUTE_KINDS
+        return action.manifest["kind"] not in (*names.ROUTE_KINDS, names.BUDGET)
     return isinstance(action, CreateSecret)
 
 

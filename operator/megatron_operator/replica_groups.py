@@ -98,6 +98,11 @@ class ReplicaGroup:
         return tuple(pod for pod in self.pods if not pod.finished and not pod.deleting)
 
     @property
+    def is_scheduled(self) -> bool:
+        """Whether a running pod of the latest attempt has a node."""
+        return any(pod.startup_since is not None for pod in self.live_pods)
+
+    @property
     def ready_pods(self) -> int:
         """Number of ready pods of the latest attempt that are not being deleted."""
         return sum(pod_is_ready(pod) for pod in self.pods)

@@ -1,6 +1,7 @@
-"""Rollouts: which replica groups are replaced now, and how many further groups run meanwhile.
+"""Replacement: which replica groups are replaced now, and how many further groups run meanwhile.
 
-A pure function of the observed state, as the plan is. A rollout never brings the number of ready groups below
+A group is replaced because of its template (a rollout), or because its node is cordoned. A pure function of the
+observed state, as the plan is. A rollout never brings the number of ready groups below
 ``replicas - maxUnavailable``. A group with the previous template that served and is not ready at the moment may become
 ready again, so replacing it takes from the same budget.
 """
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_operator.api.v1alpha1 import Device, MegatronInference
+from megatron_operator.node_drain import NodeDrain
 from megatron_operator.observed_state import ObservedState
 from megatron_operator.replica_groups import (
     SCHEDULING_GATED,
@@ -53,12 +55,17 @@ def rollout_budget(resource: MegatronInference, settings: Settings) -> RolloutBu
 
 @dataclass(frozen=True)
 class Rollout:
-    """The rollout of a template over the observed groups."""
+    """The rollout of a template over the observed groups, and their way from cordoned nodes."""
 
     resource: MegatronInference
     observed: ObservedState
     template_hash: str
     budget: RolloutBudget
+
+    @property
+    def drain(self) -> NodeDrain:
+        """The cordoned nodes."""
+        return NodeDrain(self.resource, self.observed)
 
     def groups(self) -> tuple[ReplicaGroup, ...]:
         """The desired groups, and behind them those of the surge."""
@@ -66,40 +73,62 @@ class Rollout:
 
     def surge(self) -> int:
         """Groups to run beyond ``spec.replicas`` now: while a group that serves waits for its replacement, and until
-        all desired groups are ready."""
-        replicas = self.resource.spec.replicas
-        groups = observe_replica_groups(self.resource, self.observed, replicas + self.budget.max_surge)
+        all desired groups are ready. One that has found no node is of no use when no group waits for it any more."""
+        replicas, most = self.resource.spec.replicas, self.budget.max_surge
+        most = max(1, most) if self.drain.is_honored else most
+        groups = observe_replica_groups(self.resource, self.observed, replicas + most)
         desired, spare = groups[:replicas], groups[replicas:]
         if all(self._is_settled(group) for group in desired):
             return 0
-        waiting = sum(self._is_served_by_previous_template(group) for group in desired)
-        wanted = 0 if self.resource.spec.rollout.paused else min(self.budget.max_surge, waiting)
-        present = [group.index - replicas + 1 for group in spare if group.live_pods]
+        serving = [group for group in desired if self._serves(group)]
+        outdated = 0 if self.resource.spec.rollout.paused else sum(self.is_outdated(group) for group in serving)
+        leaving = sum(bool(self.drain.nodes(group)) for group in serving)
+        wanted = max(min(self.budget.max_surge, outdated), min(most, leaving))
+        present = [group.index - replicas + 1 for group in spare if group.is_scheduled]
         return max(wanted, *present, 0)
 
     def replaced(self, groups: Sequence[ReplicaGroup], leading: int) -> tuple[ReplicaGroup, ...]:
-        """The groups to delete now because of their template: those that never served, and others within the budget.
+        """The groups to delete now, because of their template or their node: those that never served, and others within
+        the budget.
 
         The group with the index ``leading`` comes last.
         """
-        if self.resource.spec.rollout.paused:
-            return ()
+        outdated = () if self.resource.spec.rollout.paused else self._outdated(groups, leading)
+        return (*outdated, *self._drained([group for group in groups if group not in outdated], leading))
+
+    def _outdated(self, groups: Sequence[ReplicaGroup], leading: int) -> tuple[ReplicaGroup, ...]:
         outdated = [group for group in groups if self.is_outdated(group)]
-        idle = [group for group in outdated if self._state(group) is ReplicaGroupState.STARTING]
-        idle = [group for group in idle if not group.has_served]
-        ready = sum(self._state(group) is ReplicaGroupState.READY for group in groups)
-        least = self.resource.spec.replicas - self.budget.max_unavailable
-        serving = [group for group in outdated if self._serves(group)]
-        chosen: list[ReplicaGroup] = []
+        idle = [group for group in outdated if self._is_idle(group)]
         if self.stalled(groups):
             return tuple(idle)
+        least = self.resource.spec.replicas - self.budget.max_unavailable
+        return (*idle, *self._spared(outdated, groups, least, leading))
+
+    def _drained(self, groups: Sequence[ReplicaGroup], leading: int) -> tuple[ReplicaGroup, ...]:
+        """The groups that leave cordoned nodes now. One that serves needs a ready group in its place, unless there is
+        no room for one; a group that failed is missing anyway."""
+        leaving = [group for group in groups if self.drain.nodes(group)]
+        idle = [group for group in leaving if self._is_idle(group)]
+        if self.drain.has_no_room(groups):
+            return (*idle, *(group for group in leaving if self._serves(group)))
+        replicas = self.resource.spec.replicas
+        failed = sum(self._state(group) is ReplicaGroupState.FAILED for group in groups if group.index < replicas)
+        return (*idle, *self._spared(leaving, groups, replicas - failed, leading))
+
+    def _spared(
+        self, candidates: Sequence[ReplicaGroup], groups: Sequence[ReplicaGroup], least: int, leading: int
+    ) -> list[ReplicaGroup]:
+        """Those of the candidates that serve and without which at least this number of ``groups`` is ready."""
+        ready = sum(self._is_ready(group) for group in groups)
+        serving = [group for group in candidates if self._serves(group)]
+        chosen: list[ReplicaGroup] = []
         # A group that is not ready at the moment is missing already.
         for group in sorted(serving, key=lambda group: (self._is_ready(group), group.index == leading, -group.index)):
             ready -= self._is_ready(group)
             if ready < least:
                 break
             chosen.append(group)
-        return (*idle, *chosen)
+        return chosen
 
     def stalled(self, groups: Sequence[ReplicaGroup]) -> tuple[ReplicaGroup, ...]:
         """The groups with the new template that fail or cannot start, while others still run the previous one."""
@@ -119,8 +148,9 @@ class Rollout:
         has_failed = group.restarts > 0 or group.recorded_failure is not None
         return cannot_start or has_failed or self._state(group) is ReplicaGroupState.FAILED
 
-    def _is_served_by_previous_template(self, group: ReplicaGroup) -> bool:
-        return self.is_outdated(group) and self._serves(group)
+    def _is_idle(self, group: ReplicaGroup) -> bool:
+        """Whether the group starts and never served."""
+        return self._state(group) is ReplicaGroupState.STARTING and not group.has_served
 
     def _serves(self, group: ReplicaGroup) -> bool:
         """Whether the group is ready, or was and may become ready again."""
@@ -130,7 +160,8 @@ class Rollout:
     def _is_settled(self, group: ReplicaGroup) -> bool:
         """Whether a group needs no spare one: it is ready and stays, or nothing will make it ready."""
         if self._is_ready(group):
-            return self.resource.spec.rollout.paused or not self.is_outdated(group)
+            stays = self.resource.spec.rollout.paused or not self.is_outdated(group)
+            return stays and not self.drain.nodes(group)
         failed = group.failure(self.resource.spec.failure_policy, self.observed.now)
         if failed is None:
             return False

@@ -20,6 +20,8 @@ LEASE_VARIABLE = "MEGATRON_OPERATOR_LEASE"
 LEASE_SECONDS_VARIABLE = "MEGATRON_OPERATOR_LEASE_SECONDS"
 WATCH_SILENCE_VARIABLE = "MEGATRON_OPERATOR_WATCH_SILENCE"
 MAX_CONCURRENT_UPGRADES_VARIABLE = "MEGATRON_FLEET_ROLLOUT_MAX_CONCURRENT"
+DISRUPTION_BUDGETS_VARIABLE = "MEGATRON_POD_DISRUPTION_BUDGETS"
+ACTIVATOR_VARIABLE = "MEGATRON_ACTIVATOR"
 METRICS_FROM_VARIABLE = "MEGATRON_METRICS_FROM"
 CLIENTS_FROM_VARIABLE = "MEGATRON_CLIENTS_FROM"
 
@@ -38,10 +40,7 @@ class NetworkPolicies:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self | None:
         """None unless enabled. Raises ValueError with variable, value and fix."""
-        enabled = environment.get(NETWORK_POLICIES_VARIABLE, "false")
-        if enabled not in ("true", "false"):
-            raise ValueError(f"{NETWORK_POLICIES_VARIABLE}: {enabled!r} is neither; set it to true or false")
-        if enabled == "false":
+        if not _is_enabled(environment, NETWORK_POLICIES_VARIABLE, "false"):
             return None
         namespace = environment.get(OPERATOR_NAMESPACE_VARIABLE, "")
         if not namespace:
@@ -72,6 +71,10 @@ class Settings:
     """None to create no NetworkPolicies."""
     max_concurrent_upgrades: int = 1
     """Resources whose pods are replaced at a time because the default image has changed; 0 for none."""
+    disruption_budgets: bool = True
+    """Whether resources get a PodDisruptionBudget."""
+    has_activator: bool = False
+    """Whether there is an activator, which starts models that were stopped because they were idle."""
     has_spare_nodes: bool = True
     """Whether there may be room for a replica group besides the running ones."""
 
@@ -86,6 +89,8 @@ class Settings:
             image=environment.get(IMAGE_VARIABLE) or DEFAULT_IMAGE,
             network_policies=NetworkPolicies.from_environment(environment),
             max_concurrent_upgrades=_count(environment, MAX_CONCURRENT_UPGRADES_VARIABLE, 1),
+            has_activator=_is_enabled(environment, ACTIVATOR_VARIABLE, "false"),
+            disruption_budgets=_is_enabled(environment, DISRUPTION_BUDGETS_VARIABLE, "true"),
         )
 
 
@@ -94,3 +99,10 @@ def _count(environment: Mapping[str, str], variable: str, default: int) -> int:
     if not text.isdecimal():
         raise ValueError(f"{variable}: {text!r} is not a count; set it to a whole number like {default}")
     return int(text)
+
+
+def _is_enabled(environment: Mapping[str, str], variable: str, default: str) -> bool:
+    text = environment.get(variable, default)
+    if text not in ("true", "false"):
+        raise ValueError(f"{variable}: {text!r} is neither; set it to true or false")
+    return text == "true"

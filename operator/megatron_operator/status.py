@@ -56,7 +56,9 @@ def build_status(
     """
     settings = settings or Settings()
     template_hash = names.template_hash(resource, image_of(resource, settings))
-    inputs = StatusInputs(resource, observed, template_hash, tuple(problems), rollout_budget(resource, settings))
+    budget = rollout_budget(resource, settings)
+    inputs = StatusInputs(resource, observed, template_hash, tuple(problems), budget, settings.has_activator)
+    idle_stop = inputs.idle_stop.next_record
     generation = resource.metadata.generation
     groups = [_group_status(view, inputs) for view in inputs.all_groups]
     state = inputs.engine_state
@@ -66,6 +68,8 @@ def build_status(
         phase=_phase(inputs),
         engine_state=state,
         engine_state_time=timestamp(inputs.state_since) if state else None,
+        idle_stop_time=None if idle_stop is None else timestamp(idle_stop),
+        activation_time=resource.status.activation_time,
         image=image_of(resource, settings),
         url=observed.url or (names.url(resource.name, resource.namespace) if inputs.has_http_service else None),
         model_name=resource.served_name,

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import ConditionType, FailurePolicy, LastFailure, Lifecycle, MegatronInference
+from megatron_operator.idle_stop import IdleStop
 from megatron_operator.leader_selection import leading_group, running_leader
 from megatron_operator.observed_state import EngineState, ObservedPod, ObservedState
 from megatron_operator.replica_groups import (
@@ -54,6 +55,7 @@ class StatusInputs:
     template_hash: str
     problems: tuple[str, ...] = ()
     rollout_budget: RolloutBudget = IN_PLACE
+    has_activator: bool = False
 
     @cached_property
     def last_failures(self) -> dict[int, LastFailure | None]:
@@ -67,8 +69,13 @@ class StatusInputs:
 
     @property
     def desired(self) -> Lifecycle:
-        """The desired lifecycle."""
-        return self.resource.spec.lifecycle
+        """The desired lifecycle; Stopped for a model that was stopped because it was idle."""
+        return Lifecycle.STOPPED if self.idle_stop.is_stopped else self.resource.spec.lifecycle
+
+    @cached_property
+    def idle_stop(self) -> IdleStop:
+        """The stop of an idle model."""
+        return IdleStop(self.resource, self.observed, self.has_activator)
 
     @property
     def should_have_pods(self) -> bool:
@@ -105,6 +112,17 @@ class StatusInputs:
         """Groups with the new template that fail or cannot start, while others still run the previous one."""
         stalled = self.rollout.stalled([view.group for view in self.all_groups])
         return tuple(view for view in self.all_groups if view.group in stalled)
+
+    @cached_property
+    def leaving_nodes(self) -> dict[int, tuple[str, ...]]:
+        """Indices of the groups on cordoned nodes, with these nodes."""
+        found = {view.group.index: self.rollout.drain.nodes(view.group) for view in self.all_groups}
+        return {index: nodes for index, nodes in found.items() if nodes}
+
+    @property
+    def has_no_room(self) -> bool:
+        """Whether no other node has room for groups on cordoned nodes."""
+        return self.rollout.drain.has_no_room([view.group for view in self.all_groups])
 
     @cached_property
     def leading_group(self) -> ReplicaGroupView:

@@ -20,7 +20,7 @@ from release_archives import package_chart
 from suite_support import kubernetes_schemas
 from suite_support.doc_blocks import doc_blocks
 
-from megatron_operator.settings import IMAGE_VARIABLE, NetworkPolicies
+from megatron_operator.settings import IMAGE_VARIABLE, NetworkPolicies, Settings
 
 LABELS_OF_RELEASES = ("app.kubernetes.io/instance", "app.kubernetes.io/managed-by", "app.kubernetes.io/version")
 
@@ -214,17 +214,41 @@ def test_an_operator_of_some_namespaces_has_a_role_in_each_and_no_cluster_role(h
     assert roles.pop(NAMESPACE) == only(everywhere, "Role")["rules"]
     assert set(roles) == {"alpha", "beta"}
     whole = of_kind(everywhere, "ClusterRole")[0]["rules"]
-    about_definitions = [rule for rule in whole if rule["apiGroups"] == ["apiextensions.k8s.io"]]
-    assert roles["alpha"] == roles["beta"] == [rule for rule in whole if rule not in about_definitions]
+    of_the_cluster = [rule for rule in whole if rule["resources"] in (["customresourcedefinitions"], ["nodes"])]
+    assert roles["alpha"] == roles["beta"] == [rule for rule in whole if rule not in of_the_cluster]
     for binding in of_kind(confined, "RoleBinding"):
         assert [subject["namespace"] for subject in binding["subjects"]] == [NAMESPACE]
     args = only(confined, "Deployment")["spec"]["template"]["spec"]["containers"][0]["args"]
     assert [arg for arg in args if "namespace" in arg] == ["--namespace=alpha", "--namespace=beta"]
 
 
+def test_the_activator_has_its_own_account_and_reaches_restricted_models(helm: Helm) -> None:
+    objects = helm.template(
+        "--set=activator.enabled=true", '--set-json=networkPolicy.clientsFrom=[{"podSelector": {}}]'
+    )
+    operator, activator = of_kind(objects, "Deployment")
+    if "activator" not in activator["metadata"]["name"]:
+        operator, activator = activator, operator
+    pod = activator["spec"]["template"]
+    assert pod["spec"]["serviceAccountName"] == "megatron-megatron-inference-activator"
+    assert "--max-body-bytes=268435456" in pod["spec"]["containers"][0]["args"]
+    env = {each["name"]: each.get("value") for each in operator["spec"]["template"]["spec"]["containers"][0]["env"]}
+    settings = Settings.from_environment(env | {"MEGATRON_OPERATOR_NAMESPACE": NAMESPACE})
+    assert settings.has_activator
+    assert settings.network_policies is not None
+    everyone, peer = settings.network_policies.clients_from
+    assert everyone == {"podSelector": {}}
+    assert peer["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    (operators,) = [
+        each["spec"]["selector"] for each in of_kind(objects, "Service") if "metrics" in each["metadata"]["name"]
+    ]
+    assert not operators.items() <= pod["metadata"]["labels"].items()
+
+
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
+        ("--set=activator.replicas=0", "/activator/replicas"),
         ("--set=metrics.port=0", "/metrics/port"),
         ("--set=namespaces={Alpha}", "/namespaces/0"),
         ("--set=image.pullPolicy=Sometimes", "/image/pullPolicy"),
@@ -262,7 +286,11 @@ def paths_of_values(values: Any, schema: Object, path: str = "") -> set[str]:
 
 
 def test_a_release_with_a_long_name_has_valid_object_names(helm: Helm) -> None:
-    check(objects := helm.template("--set=podDisruptionBudget.enabled=true", release="r" * 53))
+    check(
+        objects := helm.template(
+            "--set=podDisruptionBudget.enabled=true", "--set=activator.enabled=true", release="r" * 53
+        )
+    )
     assert max(len(each["metadata"]["name"]) for each in objects if each["kind"] != "CustomResourceDefinition") <= 63
 
 

@@ -28,6 +28,7 @@ ASKED_ON_THE_WAY = {
     Right("networking.k8s.io", "networkpolicies", "create"),
     Right("networking.k8s.io", "ingresses", "create"),
     Right("gateway.networking.k8s.io", "httproutes", "create"),
+    Right("policy", "poddisruptionbudgets", "create"),
     *(Right(kind.partition(".")[2], f"{kind.partition('.')[0].lower()}s", "create") for kind in names.GANG_KINDS),
     # Required to set an ownerReference that blocks deletion, with OwnerReferencesPermissionEnforcement.
     Right(OURS, "megatroninferences/finalizers", "update"),

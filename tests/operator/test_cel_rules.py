@@ -82,8 +82,12 @@ specs = st.fixed_dictionaries(
         "rollout": st.fixed_dictionaries(
             {}, optional={"maxUnavailable": st.integers(0, 1), "maxSurge": st.integers(0, 1)}
         ),
+        "autoSuspend": st.fixed_dictionaries(
+            {},
+            optional={"idleAfter": st.sampled_from(["0m", "0.5s"]), "stopAfter": st.sampled_from(["0h0s", "1h"])},
+        ),
         "frontend": st.fixed_dictionaries(
-            {}, optional={"parsers": st.lists(st.sampled_from(TOOLS_OR_REASONING), unique=True)}
+            {}, optional={"parsers": st.lists(st.sampled_from(TOOLS_OR_REASONING), unique=True, max_size=2)}
         ),
     },
 )
@@ -125,6 +129,7 @@ def test_the_api_server_and_the_operator_reject_the_same_resources(name: str, sp
         ({"engine": {"prefixCaching": False}, "routing": {"policy": "LongestPrefix"}}, "spec.routing.policy"),
         ({"rollout": {"maxUnavailable": 0, "maxSurge": 0}}, "spec.rollout.maxUnavailable"),
         ({"frontend": {"parsers": ["qwen3", "deepseek_r1"]}}, "spec.frontend.parsers"),
+        ({"autoSuspend": {"stopAfter": "1h"}}, "spec.autoSuspend.stopAfter"),
     ],
 )
 def test_each_rule_of_the_spec_rejects_its_invalid_values(spec: dict[str, Any], field: str) -> None:

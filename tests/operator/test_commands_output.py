@@ -81,6 +81,7 @@ def test_describe_lists_problems_before_progress_and_omits_healthy_conditions() 
         ("Stopped", "Stopped", "megatron-operator start chat -n lab"),
         ("Paused", "Paused", "megatron-operator unpause chat -n lab"),
         ("Suspended", "Suspended", "megatron-operator resume chat -n lab"),
+        ("Stopped", "IdleStopped", "send a request through the activator"),
         ("Starting", "ModelLoading", "kubectl get mi chat -n lab --watch"),
         ("Pending", "ImagePull", "correct spec.image"),
     ],
@@ -88,6 +89,12 @@ def test_describe_lists_problems_before_progress_and_omits_healthy_conditions() 
 def test_the_suggested_command_depends_on_the_problem(phase: str, reason: str, step: str) -> None:
     status = {"phase": phase, "observedGeneration": 2, "conditions": [condition("Ready", "False", reason)]}
     assert step in story(resource(status)).partition("Next\n")[2]
+
+
+@pytest.mark.parametrize(("reason", "there"), [("IdleStopped", True), ("Stopped", False)])
+def test_a_model_that_was_stopped_because_it_was_idle_counts_as_running(reason: str, there: bool) -> None:
+    status = {"phase": "Stopped", "observedGeneration": 2, "conditions": [condition("Ready", "False", reason)]}
+    assert is_reached(Lifecycle.RUNNING, old_status({"status": status})) == there
 
 
 @pytest.mark.parametrize(("reason", "there"), [("AutoSuspended", True), ("Suspended", False)])

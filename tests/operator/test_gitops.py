@@ -15,7 +15,9 @@ from planning_support.planning import Planning
 from planning_support.resources import resource_object
 
 from megatron_operator.api.parse import InvalidResource, parse_resource
+from megatron_operator.idle_stop import STOP_DELAY
 from megatron_operator.observed_state import Failure, PodPhase
+from megatron_operator.settings import Settings
 from megatron_operator.status import as_json, invalid_status
 
 PAGE = (Path(__file__).parents[2] / "docs" / "gitops.md").read_text()
@@ -76,6 +78,23 @@ def test_an_engine_that_was_suspended_because_it_was_idle_is_healthy() -> None:
     planning.round()
     obj = with_status(planning)
     assert obj["status"]["phase"] == "Suspended"
+    assert (in_argo_cd(obj), in_flux(obj)) == ("Healthy", "current")
+
+
+def test_a_model_that_was_stopped_because_it_was_idle_is_healthy() -> None:
+    planning = Planning(autoSuspend={"idleAfter": "1m", "stopAfter": "1m"})
+    planning.settings = Settings(has_activator=True)
+    planning.settled()
+    planning.cluster.fall_asleep()
+    planning.round()
+    planning.cluster.now += 60
+    planning.round()
+    planning.cluster.now += STOP_DELAY
+    for _ in range(5):
+        planning.round()
+        planning.cluster.start_all()
+    obj = with_status(planning)
+    assert obj["status"]["phase"] == "Stopped"
     assert (in_argo_cd(obj), in_flux(obj)) == ("Healthy", "current")
 
 

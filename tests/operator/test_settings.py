@@ -39,6 +39,8 @@ def test_the_default_image_is_the_build_for_the_device_of_the_resource(device: D
         ("MEGATRON_OPERATOR_NAMESPACE", "", "is missing; set it to the namespace"),
         ("MEGATRON_METRICS_FROM", "prometheus", "'prometheus' is not such a list; set it to a JSON list of peers"),
         ("MEGATRON_FLEET_ROLLOUT_MAX_CONCURRENT", "many", "'many' is not a count; set it to a whole number like 1"),
+        ("MEGATRON_ACTIVATOR", "1", "'1' is neither; set it to true or false"),
+        ("MEGATRON_POD_DISRUPTION_BUDGETS", "no", "'no' is neither; set it to true or false"),
         ("MEGATRON_METRICS_FROM", "{}", "set it to a JSON list of peers"),
         # An empty peer would allow all connections.
         ("MEGATRON_METRICS_FROM", "[{}]", "set it to a JSON list of peers"),

@@ -19,6 +19,34 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
+{{- /* Shorter than the full name, because the suffix is longer than that of other objects. */ -}}
+{{- define "megatron-inference.activatorName" -}}
+{{- printf "%s-activator" (include "megatron-inference.fullname" . | trunc 53 | trimSuffix "-") -}}
+{{- end -}}
+
+{{- define "megatron-inference.activatorSelectorLabels" -}}
+app.kubernetes.io/name: megatron-activator
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "megatron-inference.activatorLabels" -}}
+{{ include "megatron-inference.activatorSelectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{- /* Peers that reach the HTTP port of models by default; empty for everyone. */ -}}
+{{- define "megatron-inference.clientsFrom" -}}
+{{- $peers := .Values.networkPolicy.clientsFrom | default list -}}
+{{- if and $peers .Values.activator.enabled -}}
+{{- $namespace := dict "matchLabels" (dict "kubernetes.io/metadata.name" .Release.Namespace) -}}
+{{- $pods := dict "matchLabels" (include "megatron-inference.activatorSelectorLabels" . | fromYaml) -}}
+{{- $peers = append $peers (dict "namespaceSelector" $namespace "podSelector" $pods) -}}
+{{- end -}}
+{{- toJson $peers -}}
+{{- end -}}
+
 {{- /* Labels or annotations. Their values may be numbers or booleans, which Kubernetes only accepts as text. */ -}}
 {{- define "megatron-inference.strings" -}}
 {{- range $key, $value := . }}
@@ -90,6 +118,9 @@ capabilities:
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies, ingresses]
   verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, create, patch, delete]
 - apiGroups: [gateway.networking.k8s.io]
   resources: [httproutes]
   verbs: [get, list, watch, create, patch, delete]

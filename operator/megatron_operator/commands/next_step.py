@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_operator.api.v1alpha1 import ConditionType, MegatronInferenceStatus, Phase
 from megatron_operator.commands.console import program
-from megatron_operator.conditions import GROUP_FAILED, is_auto_suspended
+from megatron_operator.conditions import GROUP_FAILED, IDLE_STOPPED, is_auto_suspended
 from megatron_operator.restarts import RESTART_BUDGET_EXCEEDED
 from megatron_operator.status import INVALID_SPEC
 from megatron_operator.status_inputs import ENGINE_UNREACHABLE
@@ -25,6 +25,8 @@ _BY_REASON = {
     "ImagePull": "correct spec.image, or add imagePullSecrets for the registry to the ServiceAccount",
     "BackOff": "{program} logs {name}   shows the logs of the attempt; the next one starts by itself",
     GROUP_FAILED: "{program} logs {name}   shows the logs; the next attempt starts by itself",
+    IDLE_STOPPED: "send a request through the activator, which starts the pods; "
+    "spec.autoSuspend.stopAfter 0s starts them too, and keeps them",
     INVALID_SPEC: "kubectl edit mi {name}   and fix the fields named above",
     ENGINE_UNREACHABLE: "{program} logs {name}   and check whether a NetworkPolicy blocks the operator from port 9000",
     "ApplyFailed": "fix what the API server rejects, as shown above; the operator retries",

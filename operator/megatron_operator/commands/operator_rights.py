@@ -40,6 +40,7 @@ RULES = (
     ("", "secrets", ("get", "create")),
     ("networking.k8s.io", "networkpolicies", ("get", "list", "watch", "create", "patch", "delete")),
     ("networking.k8s.io", "ingresses", ("get", "list", "watch", "create", "patch", "delete")),
+    ("policy", "poddisruptionbudgets", ("get", "create", "patch", "delete")),
     ("gateway.networking.k8s.io", "httproutes", ("get", "list", "watch", "create", "patch", "delete")),
     *((group, "podgroups", GANG_VERBS) for group in GANG_GROUPS),
     ("scheduling.k8s.io", "workloads", GANG_VERBS),
@@ -50,7 +51,10 @@ RULES = (
 LEASE_RULES = (("coordination.k8s.io", "leases", ("create", "get", "update")),)
 """Rights in the namespace of the Lease for leader election. The operator uses no other Lease."""
 
-CLUSTER_RULES = (("apiextensions.k8s.io", "customresourcedefinitions", ("list", "watch")),)
+CLUSTER_RULES = (
+    ("apiextensions.k8s.io", "customresourcedefinitions", ("list", "watch")),
+    ("", "nodes", ("list", "watch")),
+)
 """Additional rights of an operator that watches all namespaces."""
 
 BY_NAME = ("secrets", "get")

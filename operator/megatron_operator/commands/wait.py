@@ -13,7 +13,7 @@ from megatron_operator.api.v1alpha1 import ConditionType, Lifecycle, MegatronInf
 from megatron_operator.commands.console import program, say
 from megatron_operator.commands.errors import CommandFailed
 from megatron_operator.commands.lifecycle_verbs import desired_lifecycle
-from megatron_operator.conditions import is_auto_suspended
+from megatron_operator.conditions import is_auto_suspended, is_idle_stopped
 from megatron_operator.kubernetes.api_server import Json, ServerError
 from megatron_operator.kubernetes.user_cluster import UserCluster, resources_path
 from megatron_operator.lifecycle import SETTLED_STATE
@@ -100,6 +100,8 @@ def is_reached(desired: Lifecycle, status: MegatronInferenceStatus) -> bool:
     if desired is Lifecycle.STOPPED:
         return status.phase is Phase.STOPPED
     if desired is Lifecycle.RUNNING:
+        if is_idle_stopped(status):
+            return True  # The next request starts it.
         ready = status.condition(ConditionType.READY)
         is_ready = ready is not None and ready.status == "True"
         return is_ready and (status.engine_state == SETTLED_STATE[desired] or is_auto_suspended(status))

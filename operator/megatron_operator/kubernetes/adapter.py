@@ -14,6 +14,7 @@ import httpx
 from megatron_operator import names
 from megatron_operator.control_client import ControlClient, PodReport
 from megatron_operator.kubernetes.api_server import ApiServer, ServerError, ServerRefusal
+from megatron_operator.kubernetes.disruptions import Disruptions
 from megatron_operator.kubernetes.gang_kinds import GangKinds
 from megatron_operator.kubernetes.image_volumes import ImageVolumes
 from megatron_operator.kubernetes.missing_kinds import MissingKinds, Wake
@@ -55,12 +56,14 @@ class KubernetesAdapter:
         client: httpx.AsyncClient,
         kinds: MissingKinds,
         gang_kinds: GangKinds,
+        disruptions: Disruptions,
         wake: Wake,
     ) -> None:
         """``client`` connects to pods. ``wake`` is called when a missing kind appears, or a pod answers late."""
         self._api = api
         self._kinds = kinds
         self._gang_kinds = gang_kinds
+        self._disruptions = disruptions
         self._wake = wake
         self._uid = uid
         self._client = client
@@ -84,26 +87,11 @@ class KubernetesAdapter:
         """Raises AdapterError when the API server does not answer. A pod that does not answer is observed without a
         report."""
         self._image_volumes.look_again()
-        labels = names.selector_labels(name)
-        pods, services, secret, policy, routes, gangs = await asyncio.gather(
-            self._api.list("Pod", namespace, labels),
-            self._api.list("Service", namespace, labels),
-            self._api.get("Secret", namespace, names.keys_secret(name)),
-            self._api.get("NetworkPolicy", namespace, names.network_policy(name)),
-            self._find_routes(name, namespace),
-            self._find_gangs(name, namespace),
-        )
-        if secret is None and pods:
-            # A pod's Secret exists before the pod, so the first read preceded both; this one finds the Secret.
-            secret = await self._api.get("Secret", namespace, names.keys_secret(name))
-        # Items of a list have no kind.
-        found = [*({**each, "kind": "Service"} for each in services), secret, policy, *routes, *gangs]
-        # Services of other owners have other labels. Those of a resource whose Services exist are not read again.
-        absent = set(names.services(name)) - {each["metadata"]["name"] for each in services}
-        found += await asyncio.gather(*(self._api.get("Service", namespace, each) for each in sorted(absent)))
+        pods, found = await self._read(name, namespace)
         named = {names.child_key(each): each for each in found if each is not None}
         children = {key: each for key, each in named.items() if self._owns(each)}
         orphans = {key: each for key, each in named.items() if _is_orphan(each, name)}
+        secret = named.get(names.keys_child(name))
         if secret is not None and self._has_secret(secret, name):
             children[names.keys_child(name)] = secret
             self._use_token(secret)
@@ -125,6 +113,8 @@ class KubernetesAdapter:
             taken=frozenset(named) - hashes.keys() - orphans.keys(),
             orphans=filter(None, map(observed_pod, _orphaned(pods, name))),
             gang_kinds=await self._gang_kinds.served(),
+            budget_kind=await self._disruptions.budget_kind(),
+            cordoned_nodes=await self._disruptions.cordoned_nodes(),
         )
 
     async def dropped_fields(self, pod: Manifest, override: Manifest) -> Mapping[str, Any]:
@@ -151,6 +141,30 @@ class KubernetesAdapter:
     async def close(self) -> None:
         """Cancel open polls."""
         await self._poller.close()
+
+    async def _read(self, name: str, namespace: str) -> tuple[Sequence[Object], Sequence[Object | None]]:
+        """The pods, and all other objects that have a name of a child, whoever owns them."""
+        labels = names.selector_labels(name)
+        pods, services, (secret, policy, budget), routes, gangs = await asyncio.gather(
+            self._api.list("Pod", namespace, labels),
+            self._api.list("Service", namespace, labels),
+            asyncio.gather(
+                self._api.get("Secret", namespace, names.keys_secret(name)),
+                self._api.get("NetworkPolicy", namespace, names.network_policy(name)),
+                self._disruptions.budget(name, namespace),
+            ),
+            self._find_routes(name, namespace),
+            self._find_gangs(name, namespace),
+        )
+        if secret is None and pods:
+            # A pod's Secret exists before the pod, so the first read preceded both; this one finds the Secret.
+            secret = await self._api.get("Secret", namespace, names.keys_secret(name))
+        # Items of a list have no kind.
+        found = [*({**each, "kind": "Service"} for each in services), secret, policy, budget, *routes, *gangs]
+        # Services of other owners have other labels. Those of a resource whose Services exist are not read again.
+        absent = set(names.services(name)) - {each["metadata"]["name"] for each in services}
+        found += await asyncio.gather(*(self._api.get("Service", namespace, each) for each in sorted(absent)))
+        return pods, found
 
     async def _find_routes(self, name: str, namespace: str) -> list[Object]:
         """Most resources have no route, so each round reads only the kinds that may exist."""

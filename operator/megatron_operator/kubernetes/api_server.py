@@ -6,7 +6,7 @@ import asyncio
 import http
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
@@ -27,6 +27,8 @@ MAX_DELAYS = 5
 LONGEST_DELAY = 60.0
 PAGE = 200
 """Objects in one answer to a list request."""
+CORDONED = "spec.unschedulable=true"
+"""Field selector of cordoned nodes."""
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 
@@ -36,7 +38,10 @@ PATHS = {
     "Ingress": ("/apis/networking.k8s.io/v1", "ingresses"),
     "Lease": ("/apis/coordination.k8s.io/v1", "leases"),
     "MegatronInference": (f"/apis/{GROUP}/{VERSION}", PLURAL),
+    names.BUDGET: ("/apis/policy/v1", "poddisruptionbudgets"),
+    names.BUDGET_V1BETA1: ("/apis/policy/v1beta1", "poddisruptionbudgets"),
     "NetworkPolicy": ("/apis/networking.k8s.io/v1", "networkpolicies"),
+    "Node": ("/api/v1", "nodes"),
     "Pod": ("/api/v1", "pods"),
     names.POD_GROUP: ("/apis/scheduling.k8s.io/v1alpha2", "podgroups"),
     names.SCHEDULER_PLUGINS_POD_GROUP: ("/apis/scheduling.x-k8s.io/v1alpha1", "podgroups"),
@@ -130,13 +135,21 @@ class ApiServer:
         """The objects with all of these labels, read in pages so that no page takes long to parse."""
         selector = ",".join(f"{label}={value}" for label, value in labels.items())
         query = {"labelSelector": selector, "limit": str(PAGE)}
-        items: list[Json] = []
+        return [item async for item in self._pages(path_of(kind, namespace), query)]
+
+    async def cordoned_nodes(self) -> tuple[Json, ...]:
+        """The nodes that are cordoned."""
+        query = {"fieldSelector": CORDONED, "limit": str(PAGE)}
+        return tuple([item async for item in self._pages(path_of("Node", ""), query)])
+
+    async def _pages(self, path: str, query: Mapping[str, str]) -> AsyncIterator[Json]:
         while True:
-            answer = await self._request("GET", path_of(kind, namespace), query)
-            items += answer.get("items") or []
+            answer = await self._request("GET", path, query)
+            for item in answer.get("items") or []:
+                yield item
             token = (answer.get("metadata") or {}).get("continue")
             if not token:
-                return items
+                return
             query = {**query, "continue": token}
 
     async def create(self, manifest: Mapping[str, Any], *, dry_run: bool = False) -> Json:
@@ -287,9 +300,9 @@ def group_version_plural(kind: str) -> tuple[str, str, str]:
 
 
 def path_of(kind: str, namespace: str, name: str = "") -> str:
-    """URL path of an object, or of all objects of the kind in the namespace."""
+    """URL path of an object, or of all objects of the kind in the namespace; without one, of a cluster-scoped kind."""
     root, plural = PATHS[kind]
-    path = f"{root}/namespaces/{quote(namespace, safe='')}/{plural}"
+    path = f"{root}/namespaces/{quote(namespace, safe='')}/{plural}" if namespace else f"{root}/{plural}"
     return f"{path}/{quote(name, safe='')}" if name else path
 
 

@@ -14,6 +14,7 @@ from megatron_operator.events import Event
 from megatron_operator.kubernetes.adapter import KubernetesAdapter
 from megatron_operator.kubernetes.api_server import ApiServer, Json
 from megatron_operator.kubernetes.control_api_watches import ControlApiWatches
+from megatron_operator.kubernetes.disruptions import Disruptions
 from megatron_operator.kubernetes.fleet_rollout import FleetRollout
 from megatron_operator.kubernetes.gang_kinds import GangKinds
 from megatron_operator.kubernetes.kubernetes_event import kubernetes_event
@@ -49,6 +50,7 @@ class Shared:
     slots: asyncio.Semaphore
     kinds: MissingKinds
     gang_kinds: GangKinds
+    disruptions: Disruptions
     fleet: FleetRollout
 
 
@@ -68,6 +70,8 @@ class ResourceLoop:
         self._uid: str | None = None
         self._adapter: KubernetesAdapter | None = None
         self._wake_up = self._woken.set
+        self.nodes: frozenset[str] = frozenset()
+        """Names of the nodes of the pods, as of the last round."""
         self._watches = ControlApiWatches(self._wake_up)
 
     def wake(self, version: str | None = None) -> None:
@@ -164,6 +168,7 @@ class ResourceLoop:
         if result.observed is not None:
             fleet.observed(key, result.image_state, is_settled=result.is_settled)
             self._watches.follow(result.observed, adapter)
+            self.nodes = frozenset(pod.node for pod in result.observed.pods if pod.node is not None)
         return result
 
     async def _adapter_of(self, obj: Json) -> KubernetesAdapter:
@@ -174,7 +179,7 @@ class ResourceLoop:
             self._uid = uid
             shared = self._shared
             self._adapter = KubernetesAdapter(
-                shared.api, uid, shared.http, shared.kinds, shared.gang_kinds, self._wake_up
+                shared.api, uid, shared.http, shared.kinds, shared.gang_kinds, shared.disruptions, self._wake_up
             )
         return self._adapter
 

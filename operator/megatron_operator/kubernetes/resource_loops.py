@@ -6,6 +6,7 @@ import asyncio
 
 from megatron_operator.control_client import pod_http_client
 from megatron_operator.kubernetes.api_server import ApiServer, Json
+from megatron_operator.kubernetes.disruptions import Disruptions
 from megatron_operator.kubernetes.fleet_rollout import FleetRollout
 from megatron_operator.kubernetes.gang_kinds import GangKinds
 from megatron_operator.kubernetes.missing_kinds import MissingKinds, Watch
@@ -26,7 +27,10 @@ class ResourceLoops:
         slots = asyncio.Semaphore(MAX_CONCURRENT_ROUNDS)
         fleet = FleetRollout(settings.max_concurrent_upgrades, meters, lambda key: self.wake(*key))
         kinds = MissingKinds(api, watch)
-        self._shared = Shared(api, pod_http_client(), settings, meters, slots, kinds, GangKinds(api), fleet)
+        self._disruptions = Disruptions(api)
+        self._shared = Shared(
+            api, pod_http_client(), settings, meters, slots, kinds, GangKinds(api), self._disruptions, fleet
+        )
         self._leading = False
         self._waiting: set[Key] = set()
         """Resources that were seen while this operator does not hold the Lease."""
@@ -57,6 +61,10 @@ class ResourceLoops:
         await self._shared.kinds.close()
         await self._shared.http.aclose()
 
+    async def may_read_nodes(self) -> bool:
+        """Whether the operator can find out which nodes are cordoned. Raises AdapterError."""
+        return await self._disruptions.may_read_nodes()
+
     def resource_changed(self, obj: Json, *, gone: bool = False) -> None:
         """Handle an event of the resource: ``obj`` is its latest version, ``gone`` marks its deletion."""
         metadata = obj["metadata"]
@@ -72,6 +80,13 @@ class ResourceLoops:
         """Handle an event of a child of the resource."""
         if (loop := self._loops.get((namespace, name))) is not None:
             loop.wake()
+
+    def node_changed(self, node: str, *, is_cordoned: bool) -> None:
+        """Handle the cordon of a node, or its end. Other changes of the node cause no rounds."""
+        if self._disruptions.node_changed(node, is_cordoned=is_cordoned):
+            for loop in self._loops.values():
+                if node in loop.nodes:
+                    loop.wake()
 
     def _start(self, key: Key, new_resource: Json | None = None) -> None:
         namespace, name = key

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_operator.api.v1alpha1 import MegatronInference
 from megatron_operator.render.coordinator_service import coordinator_service
+from megatron_operator.render.disruption_budget import disruption_budget
 from megatron_operator.render.gang import gang_kind, gang_object
 from megatron_operator.render.http_route import http_route
 from megatron_operator.render.http_service import http_service
@@ -19,6 +20,7 @@ from megatron_operator.settings import Settings
 
 __all__ = [
     "check_removals",
+    "disruption_budget",
     "gang_kind",
     "gang_object",
     "grace_seconds",
@@ -31,7 +33,7 @@ __all__ = [
 
 
 def render_children(resource: MegatronInference, settings: Settings) -> list[dict[str, Any]]:
-    """All children except the pods, their gang objects and the Secret, each with its hash annotation."""
+    """All children except pods, their gang objects, the Secret and the budget, each with its hash annotation."""
     services = (coordinator_service(resource), pods_service(resource), http_service(resource))
     desired = (network_policy(resource, settings), *services, ingress(resource), http_route(resource))
     return [with_applied_hash(manifest) for manifest in desired if manifest is not None]

@@ -22,6 +22,12 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         '{"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms":'
         ' [{"matchExpressions": [{"key": "disk", "operator": "Exists"}]}]}}}',
     ),
+    "activated": (
+        "--set=activator.enabled=true",
+        '--set-json=networkPolicy.clientsFrom=[{"podSelector": {}}]',
+        "--set=operator.podDisruptionBudgets=false",
+    ),
+    "activated in some namespaces": ("--set=activator.enabled=true", "--set=namespaces={alpha,beta}"),
     "open": ("--set=networkPolicy.enabled=false",),
     "unwatched": ("--set-json=networkPolicy.metricsFrom=[]",),
     "watched": (*MONITORED, "--set=metrics.labels.release=prometheus", "--set=metrics.interval=10s"),

@@ -13,6 +13,8 @@ from operator_support.operator_process import OperatorProcess, in_the_place_of
 from operator_support.resource import Resource
 from operator_support.scripted_node import ScriptedNode
 
+from megatron_operator.settings import ACTIVATOR_VARIABLE
+
 ROOT = Path(__file__).parents[3]
 MANIFESTS = ROOT / "manifests"
 SYSTEM = "megatron-system"
@@ -38,9 +40,10 @@ def ruled(installed: Cluster) -> Cluster:
 
 @pytest.fixture(scope="session")
 def operator(installed: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
-    """The operator, for all namespaces, with the permissions of its ServiceAccount."""
+    """The operator of a release with activators, for all namespaces, with the permissions of its ServiceAccount."""
     kubeconfig = installed.kubeconfig_for(ACCOUNT, SYSTEM)
-    process = OperatorProcess(kubeconfig, tmp_path_factory.mktemp("operator") / "operator.log")
+    log = tmp_path_factory.mktemp("operator") / "operator.log"
+    process = OperatorProcess(kubeconfig, log, settings={ACTIVATOR_VARIABLE: "true"})
     try:
         process.start()
         yield process

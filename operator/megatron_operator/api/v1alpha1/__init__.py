@@ -13,6 +13,8 @@ from megatron_operator.api.v1alpha1.expose import (
 from megatron_operator.api.v1alpha1.model import DType, HuggingFaceSource, ImageSource, Model, Source, VolumeSource
 from megatron_operator.api.v1alpha1.operations import (
     AutoSuspendSpec,
+    CordonedNodesPolicy,
+    DisruptionSpec,
     FailurePolicy,
     Gang,
     ImagePullPolicy,
@@ -66,8 +68,10 @@ __all__ = [
     "ComputeResources",
     "Condition",
     "ConditionType",
+    "CordonedNodesPolicy",
     "DType",
     "Device",
+    "DisruptionSpec",
     "EngineSpec",
     "Expose",
     "FailurePolicy",

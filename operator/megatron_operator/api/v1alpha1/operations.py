@@ -203,12 +203,55 @@ class RolloutSpec(Part):
         return self
 
 
+class CordonedNodesPolicy(StrEnum):
+    """What happens to replica groups on a cordoned node."""
+
+    HONOR = "Honor"
+    IGNORE = "Ignore"
+
+
+class DisruptionSpec(Part):
+    """Drains of nodes, and evictions."""
+
+    max_unavailable: Annotated[Integer, Field(ge=0, le=1024)] | None = None
+    """Replica groups that evictions may make unavailable at a time, by a PodDisruptionBudget. With 0, evictions wait
+    until the operator has moved the group. Default: 0 if the operator moves groups from cordoned nodes, otherwise 1."""
+    cordoned_nodes_policy: CordonedNodesPolicy = CordonedNodesPolicy.HONOR
+    """Honor: a replica group on a cordoned node is replaced by one on another node, which starts first. Ignore: it
+    stays until its pods are evicted. Pods that tolerate the taint node.kubernetes.io/unschedulable always stay."""
+    scheduling_timeout: Duration = Duration("1m")
+    """Time for the pods of such a successor to be scheduled. After that, no other node has room: the groups on
+    cordoned nodes drain and end without a successor."""
+
+
 class AutoSuspendSpec(Part):
-    """Suspends an idle engine to release its memory."""
+    """Suspends an idle engine to release its memory, and stops the pods of one that stays idle."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                {
+                    "rule": "duration(self.stopAfter) == duration('0s') || duration(self.idleAfter) > duration('0s')",
+                    "message": "spec.autoSuspend.stopAfter: counts from the suspension, but idleAfter is 0s; set"
+                    " idleAfter, or remove stopAfter",
+                }
+            ]
+        }
+    )
 
     idle_after: Duration = Duration("0s")
     """Time without a request after which a running engine is suspended. The next request resumes it and waits
     meanwhile. 0s: never."""
+    stop_after: Duration = Duration("0s")
+    """Time from this suspension after which the pods are stopped, so that their GPUs are free. The next request through
+    the activator starts them and waits meanwhile. 0s, or without an activator: never."""
+
+    @model_validator(mode="after")
+    def _stop_follows_a_suspension(self) -> Self:
+        if self.stop_after > 0 and not self.idle_after:
+            message = "counts from the suspension, but idleAfter is 0s; set idleAfter, or remove stopAfter"
+            raise misplaced("stopAfter", self.stop_after.text, message)
+        return self
 
 
 class Restart(Part):

@@ -12,6 +12,7 @@ from megatron_operator.api.v1alpha1.expose import Expose
 from megatron_operator.api.v1alpha1.model import Model
 from megatron_operator.api.v1alpha1.operations import (
     AutoSuspendSpec,
+    DisruptionSpec,
     FailurePolicy,
     ImagePullPolicy,
     Lifecycle,
@@ -109,6 +110,8 @@ class MegatronInferenceSpec(Part):
     """What happens when a replica group fails."""
     rollout: RolloutSpec = RolloutSpec()
     """How running pods are replaced."""
+    disruption: DisruptionSpec = DisruptionSpec()
+    """Drains of nodes, and evictions."""
     auto_suspend: AutoSuspendSpec = AutoSuspendSpec()
     """Whether an idle engine is suspended to release its memory."""
     restart: Restart = Restart()

@@ -118,6 +118,10 @@ class MegatronInferenceStatus(Report):
     """State of the engine as the leader reports it: RUNNING, PAUSED, SUSPENDED, or a transitional state."""
     engine_state_time: Annotated[str, Field(json_schema_extra={"format": "date-time"})] | None = None
     """Time of the last change of the engine state."""
+    idle_stop_time: Annotated[str, Field(json_schema_extra={"format": "date-time"})] | None = None
+    """When the pods were stopped because the model was idle (`autoSuspend.stopAfter`); not set while they run."""
+    activation_time: Annotated[str, Field(json_schema_extra={"format": "date-time"})] | None = None
+    """When an activator last got a request for a stopped model. It starts the pods; written by activators."""
     image: str | None = None
     """Image of the runtime in new pods. A resource without spec.image keeps the default image of an earlier operator
     until it is edited, or gets its turn in the operator's fleet rollout."""

@@ -1,0 +1,72 @@
+"""What a cluster tells about disruptions: cordoned nodes, and the PodDisruptionBudgets of resources."""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_operator import names
+from megatron_operator.kubernetes.api_server import ApiServer, ServerRefusal
+
+REFRESH_NODES = 60.0
+"""Seconds after which cordoned nodes are listed again, in case the watch missed the end of a cordon."""
+REFRESH_KINDS = 600.0
+"""Seconds after which the API server is queried again: it may have been upgraded, or the role changed."""
+
+logger = logging.getLogger("megatron_operator")
+
+Object = Mapping[str, Any]
+
+
+class Disruptions:
+    """Cordoned nodes and the kind of budgets of one cluster. All resources share the answers."""
+
+    def __init__(self, api: ApiServer) -> None:
+        self._api = api
+        self._lock = asyncio.Lock()
+        self._cordoned: set[str] | None = None
+        self._nodes_expire = 0.0
+        self._kind: str | None = None
+        self._kind_expires = 0.0
+
+    async def may_read_nodes(self) -> bool:
+        """Whether the operator's role permits to list nodes. Raises AdapterError."""
+        return await self.cordoned_nodes() is not None
+
+    async def cordoned_nodes(self) -> frozenset[str] | None:
+        """Names of the cordoned nodes; None when the operator may not list nodes. Raises AdapterError."""
+        async with self._lock:
+            if time.monotonic() >= self._nodes_expire:
+                try:
+                    self._cordoned = {node["metadata"]["name"] for node in await self._api.cordoned_nodes()}
+                except ServerRefusal as refusal:
+                    if refusal.status != http.HTTPStatus.FORBIDDEN:
+                        raise
+                    self._cordoned = None
+                self._nodes_expire = time.monotonic() + (REFRESH_KINDS if self._cordoned is None else REFRESH_NODES)
+            return None if self._cordoned is None else frozenset(self._cordoned)
+
+    def node_changed(self, node: str, *, is_cordoned: bool) -> bool:
+        """Record an event of the node. Returns whether its cordon began or ended."""
+        if self._cordoned is None or is_cordoned == (node in self._cordoned):
+            return False
+        (self._cordoned.add if is_cordoned else self._cordoned.discard)(node)
+        return True
+
+    async def budget_kind(self) -> str | None:
+        """The first of ``names.BUDGET_KINDS`` that the API server serves. Raises AdapterError."""
+        async with self._lock:
+            if time.monotonic() >= self._kind_expires:
+                served = [kind for kind in names.BUDGET_KINDS if await self._api.knows(kind)]
+                self._kind = served[0] if served else None
+                self._kind_expires = time.monotonic() + REFRESH_KINDS
+            return self._kind
+
+    async def budget(self, name: str, namespace: str) -> Object | None:
+        """The PodDisruptionBudget with the name of the resource. Raises AdapterError."""
+        kind = await self.budget_kind()
+        return None if kind is None else await self._api.get(kind, namespace, names.disruption_budget(name))

@@ -1,0 +1,161 @@
+"""Scale to zero: an idle model has no pods until a request reaches an activator, and no request is lost meanwhile."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer, unused_port
+from chart_support.helm import Helm, of_kind
+from cluster_support import audit
+from cluster_support.audit import Right
+from cluster_support.cluster import Cluster
+from cluster_support.control_plane import ControlPlane
+from operator_support.api import Api
+from operator_support.operator_process import OperatorProcess
+from operator_support.process_node import ProcessNode
+from operator_support.resource import Resource, reason
+from operator_support.scripted_node import ScriptedNode
+
+from megatron_operator.activator.limits import Limits
+from megatron_operator.activator.models import Models
+from megatron_operator.activator.service import Activator
+from megatron_operator.kubernetes.api_server import ApiServer
+
+FIRST, SECOND = "chat-0-0-0", "chat-0-1-0"
+IDLE = {"idleAfter": "1s", "stopAfter": "1s"}
+RIGHTS = {
+    Right("inference.megatron.dev", "megatroninferences", "get"),
+    Right("inference.megatron.dev", "megatroninferences/status", "patch"),
+}
+
+
+class Model:
+    """The server of a model, which is not open yet, behind two activators with the permissions of the chart."""
+
+    def __init__(self) -> None:
+        self.port = unused_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.server: TestServer | None = None
+        self.clients: list[httpx.AsyncClient] = []
+
+    async def open(self) -> None:
+        application = web.Application()
+        application.router.add_post("/v1/completions", self._answer)
+        self.server = TestServer(application, host="127.0.0.1", port=self.port)
+        await self.server.start_server()
+
+    async def close(self) -> None:
+        if self.server is not None:
+            await self.server.close()
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        return web.json_response({"text": (await request.json())["prompt"]})
+
+
+@pytest.fixture
+async def model(
+    chat: Resource,
+    helm: Helm,
+    installed: Cluster,
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[Model]:
+    roles = of_kind(helm.template("--set=activator.enabled=true"), "ClusterRole")
+    (rules,) = [role["rules"] for role in roles if role["metadata"]["name"].endswith("-activator")]
+    await chat.kubectl("create", "serviceaccount", "activator")
+    role = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": {"name": "activator"}}
+    await chat.apply({**role, "rules": rules})
+    subject = f"--serviceaccount={chat.namespace}:activator"
+    await chat.kubectl("create", "rolebinding", "activator", "--role=activator", subject)
+    monkeypatch.setenv("KUBECONFIG", str(installed.kubeconfig_for("activator", chat.namespace)))
+    model = Model()
+    async with AsyncExitStack() as stack:
+        for _ in range(2):
+            api = await ApiServer.connect()
+            stack.push_async_callback(api.close)
+            activator = Activator(Models(api), Limits(keep_alive=0.5), (), lambda _: model.url)
+            server = TestServer(activator.application(), host="127.0.0.1")
+            await server.start_server()
+            stack.push_async_callback(server.close)
+            base_url = f"http://127.0.0.1:{server.port}/{chat.namespace}/chat/v1"
+            model.clients.append(
+                await stack.enter_async_context(httpx.AsyncClient(base_url=base_url, timeout=120, trust_env=False))
+            )
+        stack.push_async_callback(model.close)
+        yield model
+
+
+async def stopped(chat: Resource, stage: ScriptedNode) -> None:
+    """A model that served, and was stopped because it was idle."""
+    await chat.create(autoSuspend=IDLE)
+    first = (await chat.until_pods(FIRST))[FIRST]
+    launcher = await stage.run(first)
+    await stage.make_ready(first)
+    await chat.until_phase("Running")
+    launcher.state.update(auto_suspended=True)
+    launcher.enter("SUSPENDED")
+    await chat.until(lambda status: reason(status) == "IdleStopped", "the stop")
+    await chat.until_pods()
+
+
+async def restart(operator: OperatorProcess, chat: Resource) -> None:
+    """Kills the operator and starts it; returns when it has made a round of the resource."""
+    await asyncio.to_thread(operator.kill)
+    await chat.patch({"failurePolicy": {"maxRestarts": 6}})
+    await asyncio.to_thread(operator.start)
+    generation = (await chat.get("mi", "chat"))["metadata"]["generation"]
+    await chat.until(lambda status: status["observedGeneration"] == generation, "the operator")
+
+
+async def test_requests_start_an_idle_model_and_all_are_answered(
+    chat: Resource, stage: ScriptedNode, model: Model, operator: OperatorProcess, own_control_plane: ControlPlane
+) -> None:
+    await stopped(chat, stage)
+    await restart(operator, chat)
+    assert await chat.pods() == {}
+    requests = [
+        asyncio.create_task(client.post("completions", json={"prompt": f"{index}"}))
+        for client in model.clients
+        for index in range(10)
+    ]
+    second = (await chat.until_pods(SECOND))[SECOND]
+    await stage.run(second)
+    await stage.make_ready(second)
+    await chat.until_phase("Running")
+    await model.open()
+    answers = await asyncio.gather(*requests)
+    assert [answer.status_code for answer in answers] == [200] * 20
+    assert sorted(answer.json()["text"] for answer in answers) == sorted([f"{index}" for index in range(10)] * 2)
+    status = await chat.status()
+    assert "idleStopTime" not in status
+    assert {"IdleStopped", "Activated"} <= {event["reason"] for event in (await chat.get("events"))["items"]}
+    used = list(audit.requests_of(own_control_plane.logs, "activator", chat.namespace))
+    assert {request.right for request in used} == RIGHTS
+    assert {request.status for request in used} == {200}
+
+
+@pytest.mark.timeout(300)
+async def test_a_streamed_request_starts_the_real_runtime(
+    chat: Resource, api: Api, model: Model, tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with ProcessNode(api, chat.namespace, tmp_path / "pods", tiny_checkpoint.parent) as machine:
+        await chat.create(model={"source": {"path": f"/models/{tiny_checkpoint.name}"}}, autoSuspend=IDLE)
+        await chat.until(lambda status: reason(status) == "IdleStopped", "the stop", within=120)
+        model.url = f"http://{await machine.service_address('chat')}:8000"
+        lines: list[str] = []
+        began = time.monotonic()
+        body = {"model": "chat", "prompt": "a", "max_tokens": 4, "stream": True}
+        async with model.clients[0].stream("POST", "completions", json=body) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: ") and not any(each.startswith("data: ") for each in lines):
+                    first = time.monotonic() - began
+                lines += [line] if line else []
+        with capsys.disabled():
+            print(f"\nfirst token {first:.1f} s after the request")
+        assert lines[0] == ": waiting for the model to start"
+        assert lines[-1] == "data: [DONE]"
+        await chat.kubectl("delete", "mi", "chat", "--timeout=60s")

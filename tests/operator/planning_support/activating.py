@@ -1,0 +1,113 @@
+"""A model behind an activator: an API server in memory, and real connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import httpx
+from aiohttp import web
+from aiohttp.test_utils import TestServer, unused_port
+from planning_support.resources import resource_object
+
+from megatron_operator.activator import service
+from megatron_operator.activator.limits import Limits
+from megatron_operator.activator.models import ModelKey, Models
+from megatron_operator.activator.service import Activator
+from megatron_operator.observed_state import AdapterError
+
+CHAT = "/models/chat/v1/chat/completions"
+STOPPED_AT = "2026-11-24T10:00:00Z"
+READY = [{"type": "Ready", "status": "True", "reason": "EngineRunning", "lastTransitionTime": STOPPED_AT}]
+UNREADY = [{**READY[0], "status": "False", "reason": "IdleStopped"}]
+SHORT = 0.05
+
+
+class ModelInCluster:
+    """A resource in an API server, and the server of its model on a port that may be closed."""
+
+    def __init__(self) -> None:
+        self.resource: dict[str, Any] | None = resource_object()
+        self.resource["status"] = {"conditions": READY}
+        self.reads = 0
+        self.is_down = False
+        self.activated = asyncio.Event()
+        self.requests: list[tuple[str, dict[str, str], bytes]] = []
+        self.port = unused_port()
+        self.answer: Callable[[web.Request], Any] = self.echo
+        self._server: TestServer | None = None
+
+    async def get(self, _kind: str, namespace: str, name: str) -> Mapping[str, Any] | None:
+        self.reads += 1
+        if self.is_down:
+            raise AdapterError("the API server cannot be reached")
+        return self.resource if (namespace, name) == ("models", "chat") else None
+
+    async def patch_status(self, obj: Mapping[str, Any], patch: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        assert self.resource is not None
+        assert obj["metadata"]["uid"] == self.resource["metadata"]["uid"]
+        self.resource["status"] |= patch
+        self.activated.set()
+        return self.resource
+
+    def url(self, key: ModelKey) -> str:
+        assert key == ModelKey("models", "chat")
+        return f"http://127.0.0.1:{self.port}"
+
+    def become_idle(self) -> None:
+        assert self.resource is not None
+        self.resource["status"] = {"conditions": UNREADY, "idleStopTime": STOPPED_AT}
+
+    def become_ready(self) -> None:
+        assert self.resource is not None
+        self.resource["status"] = {"conditions": READY, "activationTime": self.resource["status"].get("activationTime")}
+
+    async def start(self) -> None:
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", self._take)
+        self._server = TestServer(application, host="127.0.0.1", port=self.port)
+        await self._server.start_server()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.close()
+
+    async def _take(self, request: web.Request) -> web.StreamResponse:
+        self.requests.append((request.path_qs, dict(request.headers), await request.read()))
+        response: web.StreamResponse = await self.answer(request)
+        return response
+
+    async def echo(self, request: web.Request) -> web.Response:
+        return web.json_response({"path": request.path_qs, "method": request.method}, headers={"X-Model": "chat"})
+
+
+class Client:
+    """A client of an activator with these limits."""
+
+    def __init__(self, model: ModelInCluster, limits: Limits | None = None, namespaces: tuple[str, ...] = ()) -> None:
+        self.activator = Activator(Models(model), limits or Limits(), namespaces, model.url)
+
+    async def __aenter__(self) -> Client:
+        self._stop, port = asyncio.Event(), unused_port()
+        served = service.serve(self.activator, "127.0.0.1", port, self._stop, grace=SHORT)
+        self._served = asyncio.create_task(served)
+        self.http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False)
+        while True:
+            try:
+                await self.http.get("/healthz")
+                return self
+            except httpx.ConnectError:
+                await asyncio.sleep(0.01)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.http.aclose()
+        self._stop.set()
+        await self._served
+
+    async def ask(self, **body: Any) -> httpx.Response:
+        return await self.http.post(CHAT, json=body)
+
+    async def until_held(self, count: int) -> None:
+        while self.activator.usage.requests != count:  # noqa: ASYNC110  # nothing reports it
+            await asyncio.sleep(0.01)
