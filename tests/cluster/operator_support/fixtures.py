@@ -37,15 +37,23 @@ def ruled(installed: Cluster) -> Cluster:
 
 
 @pytest.fixture(scope="session")
-def operator(installed: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
-    """The operator, for all namespaces, with the permissions of its ServiceAccount."""
+def shared_operator(installed: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
+    """The operator, for all namespaces, with the permissions of its ServiceAccount. Whether it runs depends on the
+    test before.
+    """
     kubeconfig = installed.kubeconfig_for(ACCOUNT, SYSTEM)
     process = OperatorProcess(kubeconfig, tmp_path_factory.mktemp("operator") / "operator.log")
     try:
-        process.start()
         yield process
     finally:
         process.stop()
+
+
+@pytest.fixture
+def operator(shared_operator: OperatorProcess) -> OperatorProcess:
+    """The same while it runs. A test that stops it need not start it again."""
+    shared_operator.ensure_started()
+    return shared_operator
 
 
 @pytest.fixture
