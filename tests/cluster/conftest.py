@@ -28,7 +28,18 @@ from node_support.fixtures import (  # noqa: E402, F401
     stage_cluster,
     stage_namespace,
 )
-from operator_support.fixtures import api, chat, command_line, confined, installed, node, operator, ruled, stage  # noqa: E402, F401
+from operator_support.fixtures import (  # noqa: E402, F401
+    api,
+    chat,
+    command_line,
+    confined,
+    installed,
+    node,
+    operator,
+    ruled,
+    shared_operator,
+    stage,
+)
 
 SOURCE = pytest.StashKey[binaries.Source | ClusterSupportError]()
 

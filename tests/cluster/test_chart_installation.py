@@ -26,7 +26,8 @@ def resource(cluster: Cluster, namespace: str) -> Object:
 
 def until_served(cluster: Cluster, namespace: str) -> None:
     """Waits until the operator has created pods."""
-    wait_until(lambda: cluster.exists("pod", "chat-0-0-0", "-n", namespace), "the first pod", timeout=60)
+    pod = f"/api/v1/namespaces/{namespace}/pods/chat-0-0-0"
+    wait_until(lambda: cluster.read(pod) is not None, "the first pod", timeout=60)
 
 
 @pytest.fixture
@@ -142,4 +143,5 @@ def test_a_release_without_rules_leaves_their_check_to_the_operator(
     release.install("--set=crds.rules=false")
     bare_control_plane.apply(namespace, manifest(pods={"device": "cpu", "ranksPerPod": 2}))
     with release.operator():
-        wait_until(lambda: "ranksPerPod" in str(resource(bare_control_plane, namespace).get("status")), "the refusal")
+        path = f"/apis/inference.megatron.dev/v1alpha1/namespaces/{namespace}/megatroninferences/chat"
+        wait_until(lambda: "ranksPerPod" in str((bare_control_plane.read(path) or {}).get("status")), "the refusal")

@@ -25,20 +25,31 @@ async def server(installed: Cluster) -> AsyncIterator[FaultyServer]:
 
 
 @pytest.fixture
+def operator(shared_operator: OperatorProcess) -> None:
+    """The shared operator does not run in these tests."""
+    shared_operator.stop()
+
+
+@pytest.fixture
 async def faulty_operator(
-    operator: OperatorProcess, server: FaultyServer, tmp_path: Path
+    operator: None,  # noqa: ARG001
+    server: FaultyServer,
+    tmp_path: Path,
 ) -> AsyncIterator[OperatorProcess]:
     """An operator that uses the faulty server, instead of the shared one. Not started yet."""
     kubeconfig = server.write_kubeconfig(tmp_path / "faulty.kubeconfig")
     settings = {"MEGATRON_OPERATOR_WATCH_SILENCE": str(WATCH_SILENCE)}
     process = OperatorProcess(kubeconfig, tmp_path / "operator.log", settings=settings)
-    await asyncio.to_thread(operator.stop)
     try:
-        await asyncio.to_thread(process.start)
         yield process
     finally:
         await asyncio.to_thread(process.stop)
-        await asyncio.to_thread(operator.start)
+
+
+@pytest.fixture
+async def running(faulty_operator: OperatorProcess) -> None:
+    """It runs before the test adds rules for the server."""
+    await asyncio.to_thread(faulty_operator.start)
 
 
 async def run_lifecycle(chat: Resource, node: ScriptedNode) -> None:
@@ -56,8 +67,8 @@ async def run_lifecycle(chat: Resource, node: ScriptedNode) -> None:
     await chat.kubectl("delete", "mi", "chat", "--timeout=30s")
 
 
-async def again(operator: OperatorProcess) -> None:
-    """Restarts it, so that all its watches are new."""
+async def restart(operator: OperatorProcess) -> None:
+    """Starts it, after a stop if it runs: all its watches are new."""
     await asyncio.to_thread(operator.stop)
     await asyncio.to_thread(operator.start)
 
@@ -68,7 +79,7 @@ def made(server: FaultyServer, namespace: str) -> Counter[int | None]:
     return Counter(each.status for each in server.arrivals if (each.method, each.path) == ("POST", path))
 
 
-@pytest.mark.usefixtures("controllers", "faulty_operator")
+@pytest.mark.usefixtures("controllers", "running")
 async def test_writes_that_sometimes_fail_or_conflict_lose_and_duplicate_nothing(
     chat: Resource, node: ScriptedNode, server: FaultyServer
 ) -> None:
@@ -80,7 +91,7 @@ async def test_writes_that_sometimes_fail_or_conflict_lose_and_duplicate_nothing
     await chat.until_gone("pods", "services", "secrets", "networkpolicies")
 
 
-@pytest.mark.usefixtures("controllers", "faulty_operator")
+@pytest.mark.usefixtures("controllers", "running")
 async def test_writes_without_a_response_are_not_repeated(
     chat: Resource, node: ScriptedNode, server: FaultyServer
 ) -> None:
@@ -93,7 +104,7 @@ async def test_writes_without_a_response_are_not_repeated(
     await chat.until_gone("pods", "services", "secrets", "networkpolicies")
 
 
-@pytest.mark.usefixtures("faulty_operator", "node")
+@pytest.mark.usefixtures("running", "node")
 async def test_requests_to_a_busy_api_server_are_retried_after_its_delay(chat: Resource, server: FaultyServer) -> None:
     busy = server.when(writes("/pods", "POST"), answer(429, "too many requests", {"Retry-After": "2"}), times=2)
     await chat.create()
@@ -110,7 +121,7 @@ async def test_watches_that_end_after_every_other_event_are_restarted(
     chat: Resource, node: ScriptedNode, server: FaultyServer, faulty_operator: OperatorProcess
 ) -> None:
     ended = server.when(watches(), end_after(2))
-    await again(faulty_operator)
+    await restart(faulty_operator)
     await run_lifecycle(chat, node)
     assert ended.done > 3
     await chat.until_gone("pods", "services", "secrets", "networkpolicies")
@@ -121,7 +132,7 @@ async def test_watches_without_events_are_restarted(
     chat: Resource, node: ScriptedNode, server: FaultyServer, faulty_operator: OperatorProcess
 ) -> None:
     silent = server.when(watches(), stall)
-    await again(faulty_operator)
+    await restart(faulty_operator)
     await chat.create()
     await asyncio.to_thread(wait_until, lambda: silent.done >= 10, "all watches to be opened twice")
     server.rules.clear()
@@ -137,7 +148,7 @@ async def test_a_kind_that_discovery_lacks_at_the_start_is_watched_once_it_exist
     missing = server.when(
         lambda request: request.path.startswith("/apis/inference.megatron.dev"), answer(404, "404 page not found")
     )
-    await again(faulty_operator)
+    await restart(faulty_operator)
     looks = 0
     while missing.done == 0 or looks < missing.done:  # kopf repeats discovery for each CRD that it finds
         looks = missing.done
@@ -147,6 +158,7 @@ async def test_a_kind_that_discovery_lacks_at_the_start_is_watched_once_it_exist
     await chat.until_phase("Running")
 
 
+@pytest.mark.usefixtures("running")
 async def test_an_api_server_without_its_definitions_after_a_restart_ends_nothing(
     chat: Resource, server: FaultyServer, faulty_operator: OperatorProcess, node: ScriptedNode
 ) -> None:
@@ -158,7 +170,7 @@ async def test_an_api_server_without_its_definitions_after_a_restart_ends_nothin
             answer(404, "404 page not found"),
             times=2,
         )
-        await again(faulty_operator)
+        await restart(faulty_operator)
         await chat.kubectl("scale", "mi", "chat", f"--replicas={replicas}")
         await chat.until(lambda status, n=replicas: status.get("ready") == f"{n}/{n}", f"{replicas} groups")
         assert missing.done == 2

@@ -45,10 +45,19 @@ def seconds() -> int:
 
 
 @pytest.fixture
+def operator(shared_operator: OperatorProcess) -> None:
+    """The shared operator does not run in these tests, because it needs no Lease to act."""
+    shared_operator.stop()
+
+
+@pytest.fixture
 async def operators(
-    operator: OperatorProcess, installed: Cluster, tmp_path: Path, seconds: int
+    operator: None,  # noqa: ARG001
+    installed: Cluster,
+    tmp_path: Path,
+    seconds: int,
 ) -> AsyncIterator[TwoOperators]:
-    """They replace the shared operator, which runs without a Lease."""
+    """They replace the shared operator."""
     settings = {"MEGATRON_OPERATOR_LEASE": f"{SYSTEM}/{LEASE}", "MEGATRON_OPERATOR_LEASE_SECONDS": str(seconds)}
     kubeconfig = installed.kubeconfig_for(ACCOUNT, SYSTEM)
     async with FaultyServer(kubeconfig) as way:
@@ -56,7 +65,6 @@ async def operators(
         first = OperatorProcess(faulty, tmp_path / "first.log", settings=settings)
         second = OperatorProcess(kubeconfig, tmp_path / "second.log", settings=settings)
         operators = TwoOperators(first, second, installed, way)
-        await asyncio.to_thread(operator.stop)
         try:
             await asyncio.to_thread(first.start)
             await operators.until_leads(first)
@@ -65,7 +73,6 @@ async def operators(
         finally:
             await asyncio.to_thread(second.stop)
             await asyncio.to_thread(first.stop)
-            await asyncio.to_thread(operator.start)
             await asyncio.to_thread(installed.kubectl, "-n", SYSTEM, "delete", "lease", LEASE)
 
 

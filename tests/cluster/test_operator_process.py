@@ -19,12 +19,10 @@ async def test_an_operator_that_was_down_catches_up(
     await chat.create(failurePolicy={"backoff": "0.5s"})
     await chat.until_phase("Running")
     assert await asyncio.to_thread(operator.stop) == 0
-    try:
-        await node.fail((await chat.pods())["chat-0-0-0"], 1, "a rank failed while no operator ran")
-        await chat.kubectl("delete", "service", "chat")
-        await chat.kubectl("scale", "mi", "chat", "--replicas=2")
-    finally:
-        await asyncio.to_thread(operator.start)
+    await node.fail((await chat.pods())["chat-0-0-0"], 1, "a rank failed while no operator ran")
+    await chat.kubectl("delete", "service", "chat")
+    await chat.kubectl("scale", "mi", "chat", "--replicas=2")
+    await asyncio.to_thread(operator.start)
     status = await chat.until(lambda status: status["ready"] == "2/2", "both groups")
     assert (set(node.launchers), status["restarts"]) == ({"chat-0-1-0", "chat-1-0-0"}, 1)
     assert (await chat.get("service", "chat"))["spec"]["ports"][0]["port"] == 8000
@@ -35,12 +33,9 @@ async def test_a_resource_can_be_deleted_while_no_operator_runs(chat: Resource, 
     await chat.create()
     await chat.until_phase("Running")
     await asyncio.to_thread(operator.stop)
-    try:
-        await chat.kubectl("delete", "mi", "chat", "--timeout=30s")
-        await chat.until_gone("pods", "services", "secrets")
-        assert await chat.pods() == {}
-    finally:
-        await asyncio.to_thread(operator.start)
+    await chat.kubectl("delete", "mi", "chat", "--timeout=30s")
+    await chat.until_gone("pods", "services", "secrets")
+    assert await chat.pods() == {}
 
 
 def test_all_objects_of_the_kustomization_are_accepted(installed: Cluster) -> None:

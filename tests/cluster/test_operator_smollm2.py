@@ -20,7 +20,7 @@ from operator_support.resource import Resource, condition
 
 from megatron_operator.local.processes import descendants
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 SAMPLE = MANIFESTS / "samples" / "smollm2.yaml"
 OVER_PODS = MANIFESTS / "samples" / "smollm2-over-pods.yaml"
@@ -83,9 +83,10 @@ def command_line(pid: int) -> bytes:
     return b""
 
 
-async def test_the_sample_answers_waits_while_paused_and_leaves_nothing_behind(
-    smollm2: Resource, machine: ProcessNode
+async def test_the_sample_answers_through_pauses_and_losses_of_its_leader_and_leaves_nothing_behind(
+    smollm2: Resource, machine: ProcessNode, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """One start of the sample for all of it: a start of two pods takes as much CPU time as everything else here."""
     await serve(smollm2)
     status = await smollm2.until_phase("Running")
     assert status["modelName"] == "smollm2"
@@ -93,16 +94,19 @@ async def test_the_sample_answers_waits_while_paused_and_leaves_nothing_behind(
         assert "Paris" in await ask(client)
         await check_requests_wait(smollm2, client)
         assert "Paris" in await ask(client)
+    await check_the_client_sees_only_a_delay_when_the_leader_fails(smollm2, machine, capsys)
+    for stopped in ("the launcher", "everything"):
+        await check_another_pod_leads_while_the_leader_hangs(smollm2, machine, stopped, capsys)
     processes = [status.pid for status in machine.processes.statuses()]
     await smollm2.kubectl("delete", "mi", "smollm2", "--timeout=60s")
     await smollm2.until_gone("pods", "services", "secrets", within=90)
     assert [pid for pid in processes if is_running(pid)] == []
 
 
-async def test_the_official_client_sees_only_a_delay_when_the_leader_pod_fails(
+async def check_the_client_sees_only_a_delay_when_the_leader_fails(
     smollm2: Resource, machine: ProcessNode, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    await serve(smollm2)
+    """The official client asks while the first leader is killed. Returns when the lost group is ready again."""
     leader = launcher_of(machine, "smollm2-0-0-0")
     answered: list[tuple[float, str]] = []
 
@@ -127,22 +131,21 @@ async def test_the_official_client_sees_only_a_delay_when_the_leader_pod_fails(
     events = [event for event in (await smollm2.get("events"))["items"] if event["reason"] == "LeaderMoved"]
     assert len(events) == 1
     await smollm2.until(lambda status: status.get("ready") == "2/2", "the group that was lost", within=120)
-    await smollm2.kubectl("delete", "mi", "smollm2", "--timeout=60s")
 
 
-@pytest.mark.parametrize("stopped", ["the launcher", "everything"])
-async def test_another_pod_leads_while_the_leader_pod_hangs_and_the_former_leader_gives_up_the_role(
+async def check_another_pod_leads_while_the_leader_hangs(
     smollm2: Resource, machine: ProcessNode, stopped: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    await serve(smollm2)
-    leader = launcher_of(machine, "smollm2-0-0-0")
+    """The former leader gives up the role when it continues, and both pods answer."""
+    former = (await smollm2.status())["leader"]["pod"]
+    leader = launcher_of(machine, former)
     processes = [leader]
     if stopped == "everything":
         processes += [each.pid for each in descendants(leader)]
     for process in processes:
         os.kill(process, signal.SIGSTOP)
     began = time.monotonic()
-    await smollm2.until(lambda status: status["leader"]["pod"] == "smollm2-1-0-0", "the next leader", within=60)
+    await smollm2.until(lambda status: status["leader"].get("pod") not in (None, "", former), "the next leader")
     moved = time.monotonic() - began
     async with await patient_client_of(machine) as client:
         assert "Paris" in await ask(client)
@@ -155,7 +158,6 @@ async def test_another_pod_leads_while_the_leader_pod_hangs_and_the_former_leade
     assert [each for each in descendants(leader) if b"coordinator_process" in command_line(each.pid)] == []
     async with await client_of(machine) as client:
         assert {await ask(client) for _ in range(4)} == {"The capital of France is Paris."}
-    await smollm2.kubectl("delete", "mi", "smollm2", "--timeout=60s")
 
 
 async def test_the_pods_of_one_replica_group_connect_and_answer(chat: Resource, machine: ProcessNode) -> None:

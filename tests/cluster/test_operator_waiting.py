@@ -53,7 +53,6 @@ async def api_server(
         yield api
     finally:
         await api.close()
-        await asyncio.to_thread(operator.start)
 
 
 async def test_a_resource_that_waits_for_a_node_is_checked_for_its_keys_alone(

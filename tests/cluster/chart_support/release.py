@@ -73,7 +73,8 @@ class Release:
 
     def _run_test_pod(self, url: str) -> None:
         """Simulates a kubelet: runs the pod's command, then writes its end into the status."""
-        wait_until(lambda: self.cluster.exists("pod", TEST_POD, "-n", NAMESPACE), f"pod {TEST_POD}", timeout=30)
+        path = f"/api/v1/namespaces/{NAMESPACE}/pods/{TEST_POD}"
+        wait_until(lambda: self.cluster.read(path) is not None, f"pod {TEST_POD}", timeout=30)
         (container,) = self.cluster.get("pod", TEST_POD, "-n", NAMESPACE)["spec"]["containers"]
         program, *words = [word.replace(SERVICE_URL, url) for word in container["command"]]
         assert program == "python3"

@@ -158,8 +158,9 @@ class Cluster:
         wait_until(lambda: self._is_served(definition), f"{name} to be in discovery", timeout=30)
 
     def _is_established(self, name: str) -> bool:
-        """A new CRD has no conditions yet, which `kubectl wait` considers an error."""
-        conditions = self.get("crd", name).get("status", {}).get("conditions") or []
+        """A new CRD has no conditions yet."""
+        found = self.read(f"{DEFINITIONS}/{name}") or {}
+        conditions = found.get("status", {}).get("conditions") or []
         return any(each["type"] == "Established" and each["status"] == "True" for each in conditions)
 
     def _is_served(self, definition: dict[str, Any]) -> bool:

@@ -39,16 +39,25 @@ def ruled(installed: Cluster) -> Cluster:
 
 
 @pytest.fixture(scope="session")
-def operator(installed: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
-    """The operator of a release with activators, for all namespaces, with the permissions of its ServiceAccount."""
+def shared_operator(installed: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
+    """The operator of a release with activators, for all namespaces, with the permissions of its ServiceAccount.
+
+    Whether it runs depends on the test before.
+    """
     kubeconfig = installed.kubeconfig_for(ACCOUNT, SYSTEM)
     log = tmp_path_factory.mktemp("operator") / "operator.log"
     process = OperatorProcess(kubeconfig, log, settings={ACTIVATOR_VARIABLE: "true"})
     try:
-        process.start()
         yield process
     finally:
         process.stop()
+
+
+@pytest.fixture
+def operator(shared_operator: OperatorProcess) -> OperatorProcess:
+    """The same while it runs. A test that stops it need not start it again."""
+    shared_operator.ensure_started()
+    return shared_operator
 
 
 @pytest.fixture

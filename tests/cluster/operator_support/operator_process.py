@@ -51,6 +51,11 @@ class OperatorProcess:
         self._process = GuardedProcess(self._command(), self.log, env=self._environment())
         wait_until(self._is_alive, f"the operator, log: {self.log}", timeout=60)
 
+    def ensure_started(self) -> None:
+        """Starts it unless it runs."""
+        if self._process is None:
+            self.start()
+
     def stop(self) -> int | None:
         """Sends SIGTERM, as a kubelet does. Returns the exit code; None if it did not run."""
         if self._process is None:
@@ -117,11 +122,13 @@ class OperatorProcess:
 
 @contextlib.contextmanager
 def in_the_place_of(operator: OperatorProcess, other: OperatorProcess) -> Iterator[None]:
-    """Replaces the operator by another one, because two would serve the same resources."""
+    """Replaces the operator by another one, because two would serve the same resources.
+
+    The next test that needs the operator starts it again.
+    """
     operator.stop()
     try:
         other.start()
         yield
     finally:
         other.stop()
-        operator.start()

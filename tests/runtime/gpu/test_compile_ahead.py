@@ -18,12 +18,12 @@ MOST_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """Bytes of shared memory that a program can have, by compute capability."""
 
 
-def test_no_kernel_spills_registers_or_exceeds_the_shared_memory(tmp_path: Path) -> None:
+def test_no_kernel_spills_registers_or_exceeds_the_shared_memory(triton_cache: Path) -> None:
     """Ampere, Hopper and Blackwell, at the sizes of 8B models in bfloat16. Says nothing of speed or of races."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, PROGRAM],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        env=environment | {"TRITON_CACHE_DIR": str(triton_cache)},
         capture_output=True,
         text=True,
         check=False,

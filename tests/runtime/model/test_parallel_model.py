@@ -14,6 +14,7 @@ from runtime_support import model_scenarios
 from runtime_support.model_scenarios import Answers
 from runtime_support.rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
+from suite_support.repetition import repeated
 from suite_support.worker import free_port
 
 from megatron_runtime.parallel.layout import ParallelSizes
@@ -101,7 +102,7 @@ LAYOUTS: dict[str, tuple[ParallelSizes, list[str]]] = {
     "expert 2, tensor 1, pipeline 2": (ParallelSizes(pipeline=2, expert=2), [*WITH_SHARED_EXPERTS, "mixtral"]),
     "expert 4, tensor 2, pipeline 2": (ParallelSizes(tensor=2, pipeline=2, expert=4), WITH_SHARED_EXPERTS),
 }
-LONG, SHORT = 64, 4
+LONG, SHORT = repeated(24, 64), 4
 """Steps of the first model of a layout and of those with shared experts, and of the others."""
 
 
@@ -134,6 +135,7 @@ def assert_same(answers: list[Answers], expected: Answers, sizes: ParallelSizes,
             assert answer.logits is None
 
 
+@pytest.mark.repetition
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_that_share_a_model_answer_as_one_rank_does(
     layout: str, folders: Callable[[str], Path], alone: Callable[[str, int], Answers]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,16 @@ PATIENCE = 100.0
 _ENVIRONMENT = compute_environment() | {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 """The environment of the launcher's ranks. Unused threads would spin beside those of the others."""
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "megatron_runtime.apis", "megatron_runtime.model.checkpoint"])
+_context.set_forkserver_preload(
+    [
+        "torch",
+        "megatron_runtime.apis",
+        "megatron_runtime.model.checkpoint",
+        "megatron_runtime.model.kernels.cpu_attention",
+        "megatron_runtime.model.kernels.row_kernels",
+        "runtime_support.loaded_compiler",
+    ]
+)
 
 
 def run_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
@@ -67,6 +77,8 @@ def _start_server() -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in _ENVIRONMENT.items():
             patch.setenv(name, value)
+        # Before Python 3.12 the server does not get this process's sys.path, and ignores modules that it does not find.
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent), prepend=os.pathsep)
         forkserver.ensure_running()
 
 

@@ -205,7 +205,8 @@ def lose(
     llm = build(path, ranks, use_coordinator=mode == "coordinated")
     start = time.monotonic()
     if rank == victim:
-        threading.Timer(1.0, _die if dies else partial(setattr, llm.engine, "step_modern", _fail)).start()
+        act = _die if dies else partial(setattr, llm.engine, "step_modern", _fail)
+        threading.Thread(target=_do_while_generating, args=(llm, act), daemon=True).start()
     results: dict[str, Any] = {}
     try:
         if llm.is_primary_rank:
@@ -217,6 +218,12 @@ def lose(
         results["error"] = str(error)
     results["seconds"] = time.monotonic() - start
     return results
+
+
+def _do_while_generating(llm: MegatronLLM, act: Callable[[], None]) -> None:
+    while llm.engine.stats().generated_tokens_total < 20:
+        time.sleep(0.01)
+    act()
 
 
 def _die() -> None:
