@@ -17,6 +17,7 @@ from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 from megatron_runtime.engine.text_generation_controller import StepOutput, TextGenerationController
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.hidden_pool import HiddenPool
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.routing_tape import RoutingTape
 from megatron_runtime.sampling_params import SamplingParams
@@ -41,8 +42,9 @@ class InstantController(TextGenerationController):
         sampled_rows: torch.Tensor | None,
         wanted: LogProbRows | None,
         tape: RoutingTape | None = None,
+        pool: HiddenPool | None = None,
     ) -> StepOutput:
-        del kv_cache, rules, wanted, tape
+        del kv_cache, rules, wanted, tape, pool
         return StepOutput([TOKEN] * len(batch.logit_rows if sampled_rows is None else sampled_rows), None)
 
 

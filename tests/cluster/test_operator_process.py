@@ -46,7 +46,7 @@ def test_all_objects_of_the_kustomization_are_accepted(installed: Cluster) -> No
 @pytest.mark.usefixtures("operator")
 def test_the_role_grants_no_more_than_is_needed(installed: Cluster) -> None:
     kubeconfig = installed.kubeconfig_for(ACCOUNT, SYSTEM)
-    for request in (("list", "secrets"), ("delete", "secrets"), ("delete", "megatroninferences"), ("list", "nodes")):
+    for request in (("list", "secrets"), ("delete", "secrets"), ("delete", "megatroninferences"), ("patch", "nodes")):
         with pytest.raises(CommandFailedError, match="can-i"):
             installed.kubectl("auth", "can-i", *request, "--all-namespaces", kubeconfig=kubeconfig)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from chart_support.helm import ROOT, Helm, Object, only
+from chart_support.helm import ROOT, Helm, Object, of_kind, only
 from chart_support.pod_security import violations
 from chart_support.values import VARIANTS
 from operator_support.resource import manifest
@@ -55,7 +55,7 @@ def test_a_pod_of_a_model_is_restricted(spec: str, index: int) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_pods_of_the_chart_are_restricted(helm: Helm, variant: str) -> None:
     objects = helm.template(*VARIANTS[variant])
-    for pod in (pod_of(only(objects, "Deployment")), only(objects, "Pod")):
+    for pod in (*map(pod_of, of_kind(objects, "Deployment")), only(objects, "Pod")):
         assert violations(pod) == []
         for container in pod["spec"]["containers"]:
             assert container["securityContext"]["readOnlyRootFilesystem"] is True

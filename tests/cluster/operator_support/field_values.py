@@ -13,7 +13,7 @@ from suite_support.repetition import is_long
 Path = tuple[str | int, ...]
 Schema = Mapping[str, Any]
 
-OF_ANY_KIND = (None, "", "x", "1", 0, 1, -1, 1.0, 1.5, True, [], {})
+OF_ANY_KIND = (None, "", "x", "1", "1s", 0, 1, -1, 1.0, 1.5, True, [], {})
 LENGTHS = (40, 41, 63, 64, 253, 254, 256, 257, 317, 318, 1024, 1025)
 TEXTS = (
     *("é", "a\n", "a b", "a.", "-a", "A.b", "a/b", "a/b/c", "a//b", "a_b/c", "a/é", "a/b\n", "x\u0000"),
@@ -46,6 +46,7 @@ NEEDED: Mapping[Path, Json] = {
     ("model", "source", "persistentVolumeClaim"): {"claimName": "c"},
     ("model", "source", "image"): {"reference": "r"},
     ("frontend", "apiKeysSecret"): {"name": "n"},
+    ("autoSuspend",): {"idleAfter": "1m"},
     ("expose", "httpRoute"): {"parentRefs": [{"name": "g"}]},
     ("expose", "httpRoute", "parentRefs", 0): {"name": "g"},
     ("expose", "clientsFrom"): [{"podSelector": {}}],
