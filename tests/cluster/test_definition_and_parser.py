@@ -47,7 +47,6 @@ async def disagreements(api: Api, namespace: str, tried: Iterator[Trial]) -> lis
     return [words for part in await asyncio.gather(*(work() for _ in range(AT_A_TIME))) for words in part]
 
 
-@pytest.mark.repetition
 async def test_the_api_server_and_the_parser_agree_on_every_field(api: Api, namespace: str) -> None:
     found = await disagreements(api, namespace, trials(SPEC))
     fields = Counter(words.partition(": ")[0] for words in found)

@@ -1,14 +1,11 @@
 """Specs that differ from a valid one in a single field: every field of the schema, with every kind of value."""
 
 import copy
-import json
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from operator_support.resource import Json, manifest
-from suite_support.repetition import is_long
 
 Path = tuple[str | int, ...]
 Schema = Mapping[str, Any]
@@ -60,9 +57,6 @@ NEEDED: Mapping[Path, Json] = {
     ("scheduling", "tolerations", 0): {"key": "a", "effect": "NoExecute"},
 }
 """The minimal valid value of a part."""
-SHARE = 4
-"""In the short run, fields with an enum, and those whose schema equals that of a field before, have every fourth text:
-each field of the same schema has another fourth."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +81,9 @@ class Trial:
 
 
 def trials(spec: Schema) -> Iterator[Trial]:
-    """All trials of a spec with this schema. Only the short run tries some of them for some fields."""
-    equals: Counter[str] = Counter()
+    """All trials of a spec with this schema."""
     for path, node in _fields(spec):
-        schema = json.dumps({**node, "description": None}, sort_keys=True)
-        before, equals[schema] = equals[schema], equals[schema] + 1
-        is_whole = is_long() or not (before or "enum" in node)
-        texts = TEXTS if is_whole else TEXTS[before % SHARE :: SHARE]
-        for value in _values(node, texts, LENGTHS if is_long() else _lengths_at_limit(node)):
+        for value in _values(node):
             yield Trial(path, value)
         if path in NEEDED:
             yield Trial(path, NEEDED[path])
@@ -109,14 +98,7 @@ def _fields(node: Schema, path: Path = ()) -> Iterator[tuple[Path, Schema]]:
         yield from _fields(node["items"], (*path, 0))
 
 
-def _lengths_at_limit(node: Schema) -> tuple[int, ...]:
-    """The longest text that the field takes and the next one: another limit of the parser is found with these. All
-    lengths if the field has no limit.
-    """
-    return (node["maxLength"], node["maxLength"] + 1) if "maxLength" in node else LENGTHS
-
-
-def _values(node: Schema, texts: tuple[str, ...], lengths: tuple[int, ...]) -> Iterator[Any]:
+def _values(node: Schema) -> Iterator[Any]:
     yield from OF_ANY_KIND
     yield from node.get("enum", ())
     for each in node.get("enum", ())[:1]:
@@ -125,9 +107,9 @@ def _values(node: Schema, texts: tuple[str, ...], lengths: tuple[int, ...]) -> I
         least, most = node.get("minimum", 0), node.get("maximum", 9)
         yield from (least, least - 1, most, most + 1, 2.0, 0.5, -0.1, 1.0001, 2**31, 2**53 + 1, 2**63, 1e300)
     if node.get("type") == "string" or "anyOf" in node:
-        yield from texts
-        yield from ("a" * length for length in lengths)
-        yield from ("/" + "a" * (length - 1) for length in lengths)
+        yield from TEXTS
+        yield from ("a" * length for length in LENGTHS)
+        yield from ("/" + "a" * (length - 1) for length in LENGTHS)
     if node.get("type") == "array":
         yield from (
             [value] * count for value in ("x", "hermes", {"name": "g"}) for count in (1, 2, 16, 17, 32, 33, 64, 65)
