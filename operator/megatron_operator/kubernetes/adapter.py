@@ -143,7 +143,7 @@ class KubernetesAdapter:
         await self._poller.close()
 
     async def _read(self, name: str, namespace: str) -> tuple[Sequence[Object], Sequence[Object | None]]:
-        """The pods, and all other objects that have a name of a child, whoever owns them."""
+        """The pods, and all other objects that have a name of a child, those of other owners too."""
         labels = names.selector_labels(name)
         pods, services, (secret, policy, budget), routes, gangs = await asyncio.gather(
             self._api.list("Pod", namespace, labels),

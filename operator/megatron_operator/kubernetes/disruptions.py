@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import http
-import logging
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_operator import names
 from megatron_operator.kubernetes.api_server import ApiServer, ServerRefusal
+from megatron_operator.kubernetes.served_kinds import ServedKinds
 
 REFRESH_NODES = 60.0
 """Seconds after which cordoned nodes are listed again, in case the watch missed the end of a cordon."""
-REFRESH_KINDS = 600.0
-"""Seconds after which the API server is queried again: it may have been upgraded, or the role changed."""
-
-logger = logging.getLogger("megatron_operator")
+REFRESH_ROLE = 600.0
+"""The same while the operator's role does not permit it: the role may have changed."""
 
 Object = Mapping[str, Any]
 
@@ -30,8 +28,7 @@ class Disruptions:
         self._lock = asyncio.Lock()
         self._cordoned: set[str] | None = None
         self._nodes_expire = 0.0
-        self._kind: str | None = None
-        self._kind_expires = 0.0
+        self._budget_kinds = ServedKinds(api, names.BUDGET_KINDS)
 
     async def may_read_nodes(self) -> bool:
         """Whether the operator's role permits to list nodes. Raises AdapterError."""
@@ -47,7 +44,7 @@ class Disruptions:
                     if refusal.status != http.HTTPStatus.FORBIDDEN:
                         raise
                     self._cordoned = None
-                self._nodes_expire = time.monotonic() + (REFRESH_KINDS if self._cordoned is None else REFRESH_NODES)
+                self._nodes_expire = time.monotonic() + (REFRESH_ROLE if self._cordoned is None else REFRESH_NODES)
             return None if self._cordoned is None else frozenset(self._cordoned)
 
     def node_changed(self, node: str, *, is_cordoned: bool) -> bool:
@@ -59,12 +56,8 @@ class Disruptions:
 
     async def budget_kind(self) -> str | None:
         """The first of ``names.BUDGET_KINDS`` that the API server serves. Raises AdapterError."""
-        async with self._lock:
-            if time.monotonic() >= self._kind_expires:
-                served = [kind for kind in names.BUDGET_KINDS if await self._api.knows(kind)]
-                self._kind = served[0] if served else None
-                self._kind_expires = time.monotonic() + REFRESH_KINDS
-            return self._kind
+        served = await self._budget_kinds.get()
+        return next((kind for kind in names.BUDGET_KINDS if kind in served), None)
 
     async def budget(self, name: str, namespace: str) -> Object | None:
         """The PodDisruptionBudget with the name of the resource. Raises AdapterError."""

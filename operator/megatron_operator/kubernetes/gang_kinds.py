@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import http
-import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron_operator import names
 from megatron_operator.kubernetes.api_server import ApiServer, ServerError
-
-REFRESH = 600.0
-"""Seconds after which the API server is queried again: it may have been upgraded."""
+from megatron_operator.kubernetes.served_kinds import ServedKinds
 
 Object = Mapping[str, Any]
 
@@ -22,18 +19,11 @@ class GangKinds:
 
     def __init__(self, api: ApiServer) -> None:
         self._api = api
-        self._lock = asyncio.Lock()
-        self._served: frozenset[str] = frozenset()
-        self._expires = 0.0
+        self._served = ServedKinds(api, names.GANG_KINDS)
 
     async def served(self) -> frozenset[str]:
         """The kinds that the API server serves. Raises AdapterError."""
-        async with self._lock:
-            if time.monotonic() >= self._expires:
-                known = await asyncio.gather(*(self._api.knows(kind) for kind in names.GANG_KINDS))
-                self._served = frozenset(kind for kind, found in zip(names.GANG_KINDS, known, strict=True) if found)
-                self._expires = time.monotonic() + REFRESH
-            return self._served
+        return await self._served.get()
 
     async def objects(self, name: str, namespace: str, kinds: Collection[str]) -> list[Object]:
         """The objects of these kinds with the labels of the resource. Raises AdapterError."""
