@@ -64,14 +64,17 @@ def written(
 
 def is_auto_suspended(status: MegatronInferenceStatus) -> bool:
     """Whether the engine is suspended because it was idle."""
-    condition = status.condition(ConditionType.READY)
-    return condition is not None and condition.reason == AUTO_SUSPENDED
+    return _has_ready_reason(status, AUTO_SUSPENDED)
 
 
 def is_idle_stopped(status: MegatronInferenceStatus) -> bool:
     """Whether there are no pods because the model was idle."""
+    return _has_ready_reason(status, IDLE_STOPPED)
+
+
+def _has_ready_reason(status: MegatronInferenceStatus, reason: str) -> bool:
     condition = status.condition(ConditionType.READY)
-    return condition is not None and condition.reason == IDLE_STOPPED
+    return condition is not None and condition.reason == reason
 
 
 def ready(inputs: StatusInputs) -> ConditionState:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_operator.api.v1alpha1 import Lifecycle, MegatronInference
+from megatron_operator.api.v1alpha1 import Lifecycle, MegatronInference, MegatronInferenceStatus
 from megatron_operator.observed_state import EngineState, ObservedState
 from megatron_operator.timestamps import seconds
 
@@ -27,6 +27,12 @@ STOP_DELAY = 15.0
 LOOK_INTERVAL = 5.0
 """Seconds for which an activator may rely on a status without a record. The rest of ``STOP_DELAY`` is for the write of
 the record, and for the request to reach the engine."""
+
+
+def is_idle(status: MegatronInferenceStatus) -> bool:
+    """Whether the status has the record of a stop, and no request has come since."""
+    stop, activation = status.idle_stop_time, status.activation_time
+    return stop is not None and (activation is None or seconds(activation) < seconds(stop))
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class IdleStop:
     def _stops_at(self) -> float | None:
         """When the pods are to be deleted; None without a record, or after a request."""
         record, engine = self._record, self.observed.engine
-        if record is None or self._has_request_since(record):
+        if record is None or not is_idle(self.resource.status):
             return None
         has_answered = engine is not None and engine.state is not None
         return None if has_answered and not self._is_engine_idle else record + STOP_DELAY
@@ -85,10 +91,6 @@ class IdleStop:
     def _record(self) -> float | None:
         record = self.resource.status.idle_stop_time
         return seconds(record) if record is not None and self._is_enabled else None
-
-    def _has_request_since(self, record: float) -> bool:
-        activation = self.resource.status.activation_time
-        return activation is not None and seconds(activation) >= record
 
     @property
     def _is_engine_idle(self) -> bool:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
-from megatron_operator.api.v1alpha1 import ConditionType, Lifecycle, MegatronInferenceStatus
-from megatron_operator.idle_stop import LOOK_INTERVAL
+from megatron_operator.api.v1alpha1 import ConditionType, Lifecycle
+from megatron_operator.idle_stop import LOOK_INTERVAL, is_idle
 from megatron_operator.status import old_status
 from megatron_operator.timestamps import seconds, timestamp
 
@@ -74,18 +74,12 @@ def availability(resource: Object | None) -> Availability:
     if (resource.get("spec") or {}).get("lifecycle") == Lifecycle.STOPPED:
         return Availability.STOPPED
     status = old_status(resource)
-    if _is_idle(status):
+    if is_idle(status):
         return Availability.IDLE
     ready = status.condition(ConditionType.READY)
     # Unknown means that the operator does not reach the leader, which may serve all the same.
     is_running = status.idle_stop_time is None and ready is not None and ready.status != "False"
     return Availability.AVAILABLE if is_running else Availability.WAITING
-
-
-def _is_idle(status: MegatronInferenceStatus) -> bool:
-    if status.idle_stop_time is None:
-        return False
-    return status.activation_time is None or seconds(status.activation_time) < seconds(status.idle_stop_time)
 
 
 class Models:
