@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -55,12 +56,12 @@ class GpuSampler:
         from megatron_runtime.gpu import sampling
 
         self._kernels = sampling
-        edits = _value_edits(rules.edits, vocab_size)
-        self._operations = [_OPERATIONS[edit.kind.operation] for edit in edits]
+        edits = _Edits.of(rules.edits, vocab_size)
+        self._operations = [_OPERATIONS[edit.kind.operation] for edit in edits.values]
         arrays = _row_arrays(rules)
-        for index, edit in enumerate(edits):
+        for index, edit in enumerate(edits.values):
             arrays |= {f"places {index}": edit.places, f"values {index}": edit.values}
-        arrays |= _mask_arrays(rules.edits, len(rules.keys), vocab_size)
+        arrays |= _mask_arrays(edits, len(rules.keys), vocab_size)
         self._arrays = there = on_device(arrays, device) if arrays else {}
         self._rows: sampling.SampledRows | None = None
         """None if all rows are greedy."""
@@ -114,9 +115,28 @@ def _row_arrays(rules: SamplingRules) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-def _value_edits(edits: tuple[LogitsEdit, ...], vocab_size: int) -> list[TokenEdits]:
-    """The edits that `edit_logits` applies; masks have the other exclusions."""
-    return [edit for edit in edits if isinstance(edit, TokenEdits) and not _needs_mask(edit, vocab_size)]
+@dataclass(frozen=True)
+class _Edits:
+    """The edits of a batch by the kernel that applies them."""
+
+    values: list[TokenEdits]
+    """Changes of some tokens."""
+    exclusions: list[TokenEdits]
+    """Exclusions of so many tokens that they become masks."""
+    grammars: list[GrammarMask]
+
+    @classmethod
+    def of(cls, edits: tuple[LogitsEdit, ...], vocab_size: int) -> _Edits:
+        sorted_ = cls([], [], [])
+        for edit in edits:
+            if isinstance(edit, GrammarMask):
+                sorted_.grammars.append(edit)
+            elif isinstance(edit, TokenEdits):
+                (sorted_.exclusions if _needs_mask(edit, vocab_size) else sorted_.values).append(edit)
+            else:
+                name = type(edit).__name__
+                raise TypeError(f"the edit {name} has no form for GPUs: GpuSampler knows TokenEdits and GrammarMask")
+        return sorted_
 
 
 def _needs_mask(edit: TokenEdits, vocab_size: int) -> bool:
@@ -127,25 +147,23 @@ def _needs_mask(edit: TokenEdits, vocab_size: int) -> bool:
     return bool(len(edit.places) * _BYTES_OF_AN_EDIT > rows * vocab_size // 8)
 
 
-def _mask_arrays(edits: tuple[LogitsEdit, ...], count: int, vocab_size: int) -> dict[str, NDArray[Any]]:
+def _mask_arrays(edits: _Edits, count: int, vocab_size: int) -> dict[str, NDArray[Any]]:
     """Bit masks of the excluded tokens, for the rows that have any. An exclusion commutes with every other edit."""
-    grammars = [edit for edit in edits if isinstance(edit, GrammarMask)]
-    lists = [edit for edit in edits if isinstance(edit, TokenEdits) and _needs_mask(edit, vocab_size)]
-    if len(grammars) + len(lists) + len(_value_edits(edits, vocab_size)) < len(edits):
-        names = ", ".join(type(edit).__name__ for edit in edits)
-        raise TypeError(f"one of the edits {names} has no form for GPUs: GpuSampler knows TokenEdits and GrammarMask")
-    if not grammars and not lists:
+    if not edits.grammars and not edits.exclusions:
         return {}
     is_masked = np.zeros(count, np.bool_)
-    for excluded in (*(mask.rows for mask in grammars), *(edit.places // vocab_size for edit in lists)):
+    for excluded in (
+        *(mask.rows for mask in edits.grammars),
+        *(edit.places // vocab_size for edit in edits.exclusions),
+    ):
         is_masked[excluded] = True
     rows = np.flatnonzero(is_masked)
     place = is_masked.cumsum() - 1
     words = -(-vocab_size // _WORD)
     masks = np.zeros((len(rows), words), np.uint32)
-    for mask in grammars:
+    for mask in edits.grammars:
         masks[place[mask.rows]] |= _excluded_bits(mask.allowed, words)
-    for edit in lists:
+    for edit in edits.exclusions:
         row, token = np.divmod(edit.places, vocab_size)
         own = np.zeros_like(masks)
         # The tokens of a row are distinct, so that adding their bits is the same as combining them.
