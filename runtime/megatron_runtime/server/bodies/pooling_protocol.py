@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from megatron_runtime.sampling_params import LONGEST_SALT
 from megatron_runtime.server.bodies.limits import MAX_INPUTS, FirstError, TokenIds
+from megatron_runtime.server.bodies.null_fields import NullMeansAbsent
 from megatron_runtime.server.bodies.only import Only
 from megatron_runtime.server.bodies.sampling_fields import parameter
-from megatron_runtime.server.bodies.vllm_fields import LONGEST_REQUEST_ID
+from megatron_runtime.server.bodies.vllm_fields import RequestId
 
 Texts = str | Annotated[list[str], FirstError()]
 PoolingInput = str | list[int]
@@ -18,7 +19,7 @@ PoolingInput = str | list[int]
 _SIDES = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))
 
 
-class PoolingBody(BaseModel):
+class PoolingBody(NullMeansAbsent):
     """Fields that both endpoints have."""
 
     model: str
@@ -28,16 +29,11 @@ class PoolingBody(BaseModel):
     priority: int = parameter("priority")
     cache_salt: str | None = Field(None, min_length=1, max_length=LONGEST_SALT)
     timeout: float | None = Field(None, gt=0)
-    request_id: str | None = Field(None, pattern=rf"^[\w.:-]{{1,{LONGEST_REQUEST_ID}}}$")
+    request_id: RequestId | None = None
     user: str | None = None
 
     padding: Annotated[str, Only("do_not_pad")] = "do_not_pad"
     mm_processor_kwargs: Annotated[Any, Only(None, {})] = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_means_absent(cls, body: Any) -> Any:
-        return {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
 
 
 class EmbeddingsBody(PoolingBody):

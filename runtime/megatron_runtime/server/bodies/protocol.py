@@ -26,6 +26,7 @@ from megatron_runtime.server.bodies.limits import (
     Stop,
     TokenIds,
 )
+from megatron_runtime.server.bodies.null_fields import NullMeansAbsent
 from megatron_runtime.server.bodies.only import Only
 from megatron_runtime.server.bodies.output_formats import ResponseFormat, StructuredOutputs
 from megatron_runtime.server.bodies.sampling_fields import SamplingFields, parameter
@@ -49,7 +50,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: Annotated[bool, Only(False)] = False
 
 
-class GenerationBody(SamplingFields, VllmFields, ABC):
+class GenerationBody(NullMeansAbsent, SamplingFields, VllmFields, ABC):
     """Fields that chat and text completions share."""
 
     prompt_param: ClassVar[str]
@@ -81,12 +82,6 @@ class GenerationBody(SamplingFields, VllmFields, ABC):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_means_absent(cls, body: Any) -> Any:
-        """OpenAI's clients may send null for a field at its default."""
-        return {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
 
     @model_validator(mode="after")
     def _stream_options_belong_to_a_stream(self) -> GenerationBody:

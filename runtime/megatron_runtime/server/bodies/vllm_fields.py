@@ -8,7 +8,8 @@ from pydantic import BaseModel, Field
 
 from megatron_runtime.server.bodies.only import Only
 
-LONGEST_REQUEST_ID = 128
+_LONGEST_REQUEST_ID = 128
+RequestId = Annotated[str, Field(pattern=rf"^[\w.:-]{{1,{_LONGEST_REQUEST_ID}}}$")]
 
 
 class VllmFields(BaseModel):
@@ -19,7 +20,7 @@ class VllmFields(BaseModel):
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     add_special_tokens: bool | None = None
-    request_id: str | None = Field(None, pattern=rf"^[\w.:-]{{1,{LONGEST_REQUEST_ID}}}$")
+    request_id: RequestId | None = None
     spaces_between_special_tokens: bool = True
     """Has no effect, as in vLLM with the fast tokenizers that this server reads."""
 
