@@ -23,6 +23,8 @@ class HttpServer(uvicorn.Server):
         certificate: For HTTPS; None: plain HTTP.
     """
 
+    server_state: ConnectionsState
+
     def __init__(
         self, app: FastAPI, *, graceful_seconds: int | None = None, certificate: Certificate | None = None
     ) -> None:
@@ -39,20 +41,20 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
             )
         )
-        self.server_state = self._connections = ConnectionsState()
+        self.server_state = ConnectionsState()
         self._certificate = certificate
         self.listening = asyncio.Event()
         """Set once connections are accepted."""
 
     def hand_over(self) -> None:
         """Stop while other servers take over: clients are told to close their connections, see ``ConnectionsState``."""
-        self._connections.hands_over = True
+        self.server_state.hands_over = True
         self.should_exit = True
 
     def close_connections(self) -> None:
         """End a handover: close idle connections, and others once their response is complete."""
-        self._connections.hands_over = False
-        for connection in list(self._connections.connections):
+        self.server_state.hands_over = False
+        for connection in list(self.server_state.connections):
             connection.shutdown()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -209,8 +208,7 @@ def test_a_pod_that_drains_answers_on_connections_that_clients_have_open(pair: P
     pair.second.wait_for(lambda state: state["draining"])
     # A client may not have learned yet that the pod leaves the Service.
     ask_on(late)
-    while not refuses(pair.second.host):
-        time.sleep(0.05)
+    pair.second.wait_for(lambda _: refuses(pair.second.host))
     for connection in (used, late):
         assert ask_on(connection).getheader("connection") == "close"
     assert pair.second.process.wait(30) == 0
