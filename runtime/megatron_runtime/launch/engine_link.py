@@ -145,6 +145,7 @@ class EngineLink:
         self._state.update(
             engine_state=state.value if groups else None,
             replica_groups=groups,
+            is_settling=self._state.facts.is_settling and not groups,
             dropped_messages=service.dropped_messages,
         )
         if self._auto_suspend is not None:

@@ -72,7 +72,11 @@ class CommandLine:
             async with asyncio.timeout(PATIENCE):
                 return (await stream.readexactly(count)).decode()
 
-        yield read
+        try:
+            yield read
+        except asyncio.IncompleteReadError as error:
+            _, err = await process.communicate()
+            raise AssertionError(f"the output ended early, exit code {process.returncode}: {err.decode()}") from error
         _, err = await process.communicate()
         assert process.returncode == 0, err
 

@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
 from pathlib import Path
@@ -101,17 +102,34 @@ class Pod:
             time.sleep(0.05)
         raise AssertionError(f"not within {seconds} s; end of the log:\n{self.words()}")
 
-    def begin(self, pool: Executor, ask: Callable[[], Answer], requests: int) -> list[Future[Answer]]:
+    def begin(self, pool: Executor, requests: Sequence[Callable[[], Answer]]) -> list[Future[Answer]]:
         """Starts requests while the engines are paused, so that none is finished before the last one has arrived."""
         self.signal("pause")
-        answers = [pool.submit(ask) for _ in range(requests)]
-        self.wait_for(lambda state: state["requests"]["waiting"] == requests)
+        answers = [pool.submit(request) for request in requests]
+        self.wait_for(lambda state: state["requests"]["waiting"] == len(requests))
         self.signal("unpause")
         return answers
 
-    def wait_admitted(self) -> None:
-        """Waits until engines run every request. A request of one engine may end before another engine begins."""
-        self.wait_for(lambda state: state["requests"]["waiting"] == 0 and state["requests"]["running"] > 0)
+    def begin_streams(self, pool: Executor, streams: Sequence[Callable[[], Iterator[str]]]) -> list[Future[str]]:
+        """Starts streams together, and returns once each has delivered text. The results are the whole texts.
+
+        The numbers of requests in the state are up to 1 s old, in which small models end long requests.
+        """
+        begun = [threading.Event() for _ in streams]
+
+        def read(stream: Callable[[], Iterator[str]], has_begun: threading.Event) -> str:
+            text = ""
+            for part in stream():
+                text += part
+                if text:
+                    has_begun.set()
+            return text
+
+        answers = self.begin(pool, [partial(read, *one) for one in zip(streams, begun, strict=True)])
+        for answer, has_begun in zip(answers, begun, strict=True):
+            while not has_begun.wait(0.05) and not answer.done():
+                pass
+        return answers
 
     def wait_ready(self) -> Pod:
         """Returns once the pod is ready."""

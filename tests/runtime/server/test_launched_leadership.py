@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,18 +94,15 @@ def test_a_healthy_leader_hands_over_under_load_without_a_lost_answer(pair: Pair
     pods = (pair.first, pair.second)
     ranks = [pod.child("megatron_runtime.rank") for pod in pods]
 
-    def stream_one(pod: Any) -> str:
+    def stream(pod: Any) -> Iterator[str]:
         chunks = pod.openai.chat.completions.create(
             model="chat", messages=STORY, temperature=0, max_tokens=LONG, stream=True, extra_body={"ignore_eos": True}
         )
-        return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+        for chunk in chunks:
+            yield from (choice.delta.content or "" for choice in chunk.choices)
 
     with ThreadPoolExecutor() as pool:
-        pair.first.signal("pause")
-        answers = [pool.submit(stream_one, pods[place % 2]) for place in range(4)]
-        pair.first.wait_for(lambda state: state["requests"]["waiting"] == 4)
-        pair.first.signal("unpause")
-        pair.first.wait_admitted()
+        answers = pair.first.begin_streams(pool, [partial(stream, pod) for pod in pods] * 2)
         pair.move_lead(pair.second, 2)
         assert pair.first.control.post("/v1/step-down", json={"epoch": 2}).status_code == 200
         pair.second.wait_for(leads(2))

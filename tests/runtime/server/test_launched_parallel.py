@@ -53,6 +53,14 @@ def ask(pod: Any) -> str:
     return str(answer.choices[0].text)
 
 
+def stream(pod: Any) -> Iterator[str]:
+    chunks = pod.openai.completions.create(
+        model="chat", prompt=PROMPT, temperature=0, max_tokens=LENGTH, stream=True, extra_body={"ignore_eos": True}
+    )
+    for chunk in chunks:
+        yield from (choice.text for choice in chunk.choices)
+
+
 def ranks_of(pod: Any) -> dict[int, int]:
     """Process ids by rank."""
     commands = {pid: command for pid, command in pod.children().items() if "megatron_runtime.rank" in command}
@@ -64,8 +72,7 @@ def ranks_of(pod: Any) -> dict[int, int]:
 def begin_and_pause(pod: Any, pool: ThreadPoolExecutor) -> list[Future[str]]:
     """Four answers that are paused before their end. On a loaded machine the pause may come too late for the first."""
     for _ in range(5):
-        answers: list[Future[str]] = pod.begin(pool, partial(ask, pod), 4)
-        pod.wait_admitted()
+        answers: list[Future[str]] = pod.begin_streams(pool, [partial(stream, pod)] * 4)
         assert pod.signal("pause").json()["engineState"] == "PAUSED"
         if not any(answer.done() for answer in answers):
             return answers
@@ -99,8 +106,7 @@ def test_a_killed_rank_restarts_its_replica_group_and_no_other(pod: Any, whole: 
     fellows = [pid for rank, pid in before.items() if rank // 2 == victim // 2]
     others = {rank: pid for rank, pid in before.items() if rank // 2 != victim // 2}
     with ThreadPoolExecutor() as pool:
-        answers = pod.begin(pool, partial(ask, pod), 4)
-        pod.wait_admitted()
+        answers = pod.begin_streams(pool, [partial(stream, pod)] * 4)
         os.kill(before[victim], signal.SIGKILL)
         pod.wait_for(lambda _: not any(is_alive(pid) for pid in fellows), seconds=10)
         assert [answer.result(60) for answer in answers] == [whole] * 4
@@ -117,8 +123,7 @@ def test_a_hanging_rank_is_restarted_with_its_replica_group_which_continues_the_
     pod = start_pod("--model", str(checkpoint), *FLAGS, *flags).wait_ready()
     before = ranks_of(pod)
     with ThreadPoolExecutor() as pool:
-        answers = pod.begin(pool, partial(ask, pod), 2)
-        pod.wait_admitted()
+        answers = pod.begin_streams(pool, [partial(stream, pod)] * 2)
         os.kill(before[1], signal.SIGSTOP)
         assert [answer.result(60) for answer in answers] == [whole] * 2
     assert not any(is_alive(pid) for pid in before.values())

@@ -115,7 +115,7 @@ def test_a_killed_rank_ends_its_replica_group_in_all_pods_and_the_next_attempt_c
     leader.wait_for(lambda state: len(state["replicaGroups"]) == 2)
     ranks = [rank_in(pod) for pod in group]
     with ThreadPoolExecutor() as pool:
-        answers = leader.begin(pool, long_answer(leader), 4)
+        answers = leader.begin(pool, [long_answer(leader)] * 4)
         os.kill(ranks[victim], signal.SIGKILL)
         assert [pod.process.wait(LEAVE_SECONDS) for pod in group] == [1, 1]
         assert [answer.result(60) for answer in answers] == [whole] * 4
@@ -136,7 +136,7 @@ def test_pods_that_get_sigterm_together_finish_their_requests(start_group: Calla
     second.wait_ready()
     whole = ask(first, 300)
     with ThreadPoolExecutor() as pool:
-        (answer,) = first.begin(pool, long_answer(first), 1)
+        (answer,) = first.begin(pool, [long_answer(first)])
         for pod in (second, first):
             pod.process.send_signal(signal.SIGTERM)
         assert answer.result(60) == whole

@@ -36,7 +36,7 @@ def test_a_request_survives_a_killed_process(tiny_pod: Any, victim: str) -> None
     whole = count(tiny_pod)
     restarts = tiny_pod.state()["restarts"]
     with ThreadPoolExecutor() as pool:
-        (answer,) = tiny_pod.begin(pool, partial(count, tiny_pod), 1)
+        (answer,) = tiny_pod.begin(pool, [partial(count, tiny_pod)])
         os.kill(tiny_pod.child(victim), signal.SIGKILL)
         assert answer.result(60) == whole
     tiny_pod.wait_for(lambda state: state["ready"] and state["restarts"] == restarts + 1)
