@@ -81,7 +81,7 @@ def test_a_text_with_tokens_beyond_the_embedding_fails_alone(
 @pytest.mark.parametrize("wanted", [False, True])
 def test_a_reply_has_the_prompt_tokens_if_requested(make_engine: MakeEngine, wanted: bool) -> None:
     engine = make_engine()
-    requests = LoopRequests(engine)
+    requests = LoopRequests(engine, on_compiled=lambda: None)
     params = greedy(return_prompt_tokens=wanted)
     requests.add(Assignment(b"u" * 16, 0, False, 0), RequestBody("Hello", params.serialize()))
     while engine.has_unfinished_requests():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -64,23 +67,64 @@ class CompiledGrammars:
     """Compiles grammars and keeps the last ones: a large one takes a tenth of a second, its copy microseconds, and
     the choices of a request, and often all requests of an application, have the same.
 
+    One thread compiles, without Python's lock: the engine's steps continue. The methods may be called from any thread.
+
     Args:
         tokenizer: The model's.
         size: Number of grammars that are kept, of up to 4 MiB each.
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int = 16) -> None:
-        self._new = lru_cache(size)(partial(_new_matcher, _vocabulary(tokenizer)))
+        self._tokenizer = tokenizer
+        self._size = size
+        self._kept: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "grammars")
+
+    def compile(self, grammar: str) -> Future[LLMatcher]:
+        """Compile a grammar in the thread. The result of an unsupported one has an error, see `check`."""
+        with self._lock:
+            if (kept := self._kept.get(grammar)) is not None:
+                self._kept.move_to_end(grammar)
+                return kept
+            return self._keep(grammar, self._thread.submit(self._make, grammar))
 
     def check(self, grammar: str) -> None:
         """Raises InvalidRequestError with llguidance's message for an unsupported grammar."""
-        matcher = self._new(grammar)
+        matcher = self._compiled(grammar)
         if matcher.is_error():
             raise InvalidRequestError(f"the grammar is not supported: {matcher.get_error()}", field="grammar")
 
     def matcher(self, grammar: str) -> LLMatcher:
         """A matcher at the start of the grammar."""
-        return self._new(grammar).deep_copy()
+        return self._compiled(grammar).deep_copy()
+
+    def _compiled(self, grammar: str) -> LLMatcher:
+        """The grammar; compiled by the caller if it is not kept, because other grammars may wait for the thread."""
+        with self._lock:
+            kept = self._kept.get(grammar)
+        if kept is None:
+            kept = Future()
+            kept.set_result(self._make(grammar))
+            with self._lock:
+                self._keep(grammar, kept)
+        return kept.result()
+
+    def _keep(self, grammar: str, matcher: Future[LLMatcher]) -> Future[LLMatcher]:
+        self._kept[grammar] = matcher
+        ended = [text for text, each in self._kept.items() if each.done()]
+        for text in ended[: max(len(self._kept) - self._size, 0)]:
+            del self._kept[text]
+        return matcher
+
+    def _make(self, grammar: str) -> LLMatcher:
+        return _new_matcher(self._vocabulary, grammar)
+
+    @cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        from llguidance import LLTokenizer  # Imported here, because most services never use a grammar.
+
+        return LLTokenizer(self._tokenizer.definition, eos_token=sorted(self._tokenizer.eos_token_ids))
 
 
 def compiled_grammars(tokenizer: Tokenizer) -> CompiledGrammars:
@@ -89,14 +133,8 @@ def compiled_grammars(tokenizer: Tokenizer) -> CompiledGrammars:
 
 
 def _new_matcher(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
-    from llguidance import LLMatcher  # Imported here, because most services never use a grammar.
+    from llguidance import LLMatcher
 
     from megatron_runtime.guides import LIMITS
 
     return LLMatcher(vocabulary, grammar, limits=LIMITS)
-
-
-def _vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
-    from llguidance import LLTokenizer
-
-    return LLTokenizer(tokenizer.definition, eos_token=sorted(tokenizer.eos_token_ids))

@@ -76,7 +76,7 @@ class EngineLoop:
         )
         self._thread = ThreadPoolExecutor(1, "engine-step", initializer=prepare_thread)
         self._on_state = on_state
-        self._requests = LoopRequests(engine)
+        self._requests = LoopRequests(engine, self._wake_from_thread)
         self._inbox = Inbox(
             engine,
             self._requests,
@@ -104,6 +104,7 @@ class EngineLoop:
             EngineError: A step failed (the error is the cause), or the coordinator refused this engine. The engine is
                 deregistered, and the coordinator assigns its requests to others.
         """
+        self._event_loop = asyncio.get_running_loop()
         self._connection.open()
         try:
             await self._iterate()
@@ -210,6 +211,10 @@ class EngineLoop:
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
+    def _wake_from_thread(self) -> None:
+        with contextlib.suppress(RuntimeError):  # The event loop is closed.
+            self._event_loop.call_soon_threadsafe(self._wake.set)
+
     def _receive(self, message: Message) -> None:
         """Queue a message. This must not use the engine, which may be in a step."""
         match message.header:
@@ -299,7 +304,7 @@ class EngineLoop:
         started = self._step_started
         return EngineLoad(
             stats.running,
-            stats.waiting,
+            stats.waiting + self._requests.compiling,
             stats.kv_blocks_total,
             stats.kv_blocks_used,
             stats.prompt_tokens_total,

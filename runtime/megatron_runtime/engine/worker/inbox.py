@@ -95,6 +95,8 @@ class Inbox:
     async def take_turn(self) -> None:
         """Apply the messages, or as many as the time allows."""
         deadline = time.monotonic() + TURN_SECONDS
+        if self._requests.has_compiled:
+            self._connection.send_replies(await self._in_thread(self._requests.begin_compiled))
         while self._queue and time.monotonic() < deadline:
             if isinstance(self._queue[0], _Arrival):
                 await self._admit()

@@ -8,6 +8,7 @@ import copy
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,6 +52,7 @@ class Action(StrEnum):
 class _Change(StrEnum):
     """What changes the requests between two actions."""
 
+    GRAMMAR = "grammar"
     ADD = "add"
     ABORT = "abort"
     EPOCH = "epoch"
@@ -100,6 +102,11 @@ class LockStepEngine:
         tokens = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
         self._changes.append((_Change.ADD, request_id, tokens, params.serialize(), list(generated)))
         return self._engine.add_request(request_id, prompt, params, generated=generated)
+
+    def compile_grammar(self, grammar: str) -> Future[Any]:
+        """As DynamicInferenceEngine does; the other ranks begin with the next action."""
+        self._changes.append((_Change.GRAMMAR, grammar))
+        return self._engine.compile_grammar(grammar)
 
     def abort_request(self, request_id: int) -> bool:
         """As DynamicInferenceEngine does."""
@@ -276,9 +283,12 @@ def run_follower(
             on_action(action, args, refusal)
 
 
-def _apply(engine: RankEngine, kind: str, request_id: int, *args: Any) -> None:
+def _apply(engine: RankEngine, kind: str, subject: Any, *args: Any) -> None:
+    if kind == _Change.GRAMMAR:
+        engine.compile_grammar(subject)
+        return
     if kind == _Change.EPOCH:
-        engine.set_generation_epoch(request_id)
+        engine.set_generation_epoch(subject)
         return
     if kind == _Change.STALENESS:
         engine.increment_staleness()
@@ -287,12 +297,12 @@ def _apply(engine: RankEngine, kind: str, request_id: int, *args: Any) -> None:
         engine.invalidate_prefix_cache()
         return
     if kind == _Change.ABORT:
-        engine.abort_request(request_id)
+        engine.abort_request(subject)
         return
     prompt, params, generated = args
     # The first rank reports the errors of a request, which are the same there.
     with contextlib.suppress(Exception):
-        engine.add_request(request_id, prompt, SamplingParams.deserialize(params), generated=generated)
+        engine.add_request(subject, prompt, SamplingParams.deserialize(params), generated=generated)
 
 
 def _execute(engine: RankEngine, ranks: Ranks, action: str, args: list[Any]) -> CheckpointError | None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 from megatron_runtime import tracing
 from megatron_runtime.engine.worker.protocol import RequestEngine
@@ -46,6 +49,13 @@ class LoopRequest:
     """The trace context."""
     reply: bytes | None = None
     """The packed result; kept until the coordinator acknowledges it."""
+    is_aborted: bool = False
+
+
+class _Compiling(NamedTuple):
+    request: LoopRequest
+    grammar: Future[Any]
+    begin: Callable[[], Any]
 
 
 class LoopRequests:
@@ -53,10 +63,13 @@ class LoopRequests:
 
     Args:
         engine: Serves the requests under ids of this class.
+        on_compiled: Called from another thread when `begin_compiled` has requests to begin.
     """
 
-    def __init__(self, engine: RequestEngine) -> None:
+    def __init__(self, engine: RequestEngine, on_compiled: Callable[[], None]) -> None:
         self._engine = engine
+        self._on_compiled = on_compiled
+        self._compiling: deque[_Compiling] = deque()
         self._by_uuid: dict[bytes, LoopRequest] = {}
         self._by_id: dict[int, LoopRequest] = {}
         self._ids = itertools.count()
@@ -86,12 +99,39 @@ class LoopRequests:
         params = SamplingParams.deserialize(body.sampling_params)
         request = self._keep(assignment, params, body.generated)
         request.trace = body.trace
+        made = list(body.generated.tokens)
         reported = copy.copy(params)
         if not (assignment.streaming and params.streaming):
             reported.streaming_interval = 1 if assignment.streaming else REPORT_INTERVAL
         reported.streaming = True
-        self._engine.add_request(request.local_id, body.prompt, reported, generated=list(body.generated.tokens))
+        self._begin(request, partial(self._engine.add_request, request.local_id, body.prompt, reported, generated=made))
         return request, num_reported
+
+    @property
+    def compiling(self) -> int:
+        """Number of requests that wait for their grammars."""
+        return len(self._compiling)
+
+    @property
+    def has_compiled(self) -> bool:
+        """Whether `begin_compiled` has requests to begin."""
+        return bool(self._compiling) and self._compiling[0].grammar.done()
+
+    def begin_compiled(self) -> list[LoopRequest]:
+        """Serve the requests whose grammars are compiled. Returns those that failed."""
+        failed = []
+        while self.has_compiled:
+            request, _, begin = self._compiling.popleft()
+            if self._by_uuid.get(request.uuid) is not request:
+                continue  # It was released.
+            try:
+                begin()
+                if request.is_aborted:
+                    self._engine.abort_request(request.local_id)
+            except Exception as error:
+                request.reply = _failure(request, error)
+                failed.append(request)
+        return failed
 
     def resume(self, assignment: Assignment) -> LoopRequest | None:
         """Continue a known request that is assigned again, or None if its body is needed for that."""
@@ -105,6 +145,7 @@ class LoopRequests:
         """End a request; its result has finish_reason "abort"."""
         request = self._by_uuid.get(uuid)
         if request is not None and request.reply is None:
+            request.is_aborted = True
             self._engine.abort_request(request.local_id)
 
     def release(self, uuid: bytes) -> None:
@@ -150,6 +191,15 @@ class LoopRequests:
         request = self._keep(assignment, SamplingParams(), TokenChunk())
         request.reply = _failure(request, error)
         return request
+
+    def _begin(self, request: LoopRequest, begin: Callable[[], Any]) -> None:
+        """A request with a new grammar waits until it is compiled; the others do not wait for it."""
+        grammar = None if request.params.grammar is None else self._engine.compile_grammar(request.params.grammar)
+        if grammar is None or grammar.done():
+            begin()
+            return
+        self._compiling.append(_Compiling(request, grammar, begin))
+        grammar.add_done_callback(lambda _: self._on_compiled())
 
     def _keep(self, assignment: Assignment, params: SamplingParams, made: TokenChunk) -> LoopRequest:
         request = LoopRequest(assignment.uuid, next(self._ids), assignment.dispatch, params, made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_runtime.headers import EngineState
@@ -27,6 +28,7 @@ class RequestEngine(Protocol):
     def add_request(
         self, request_id: int, prompt: Any, sampling_params: SamplingParams | None, *, generated: Sequence[int]
     ) -> Any: ...
+    def compile_grammar(self, grammar: str) -> Future[Any]: ...
     def abort_request(self, request_id: int) -> bool: ...
     def note_finished(self, request: DynamicInferenceRequest) -> None: ...
 

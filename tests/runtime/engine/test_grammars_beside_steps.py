@@ -1,0 +1,143 @@
+"""A new grammar is compiled beside the steps: the other requests do not wait for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.engine.sampling import grammar as grammar_module
+from megatron_runtime.engine.worker.loop_requests import LoopRequests
+from megatron_runtime.guides import regex_grammar
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.bodies import RequestBody
+from megatron_runtime.wire.codec import unpack_body
+from megatron_runtime.wire.items import Assignment
+
+SECONDS = 30
+MORE_THAN_ARE_KEPT = 20
+GUIDED, FREE = b"g" * 16, b"f" * 16
+
+
+class SlowCompiler:
+    """Compiles when the test allows it, and notes what it has compiled."""
+
+    def __init__(self) -> None:
+        self.may_compile = threading.Event()
+        self.compiled: list[str] = []
+        self._new_matcher = grammar_module._new_matcher
+
+    def __call__(self, vocabulary: Any, grammar: str) -> Any:
+        assert self.may_compile.wait(SECONDS)
+        self.compiled.append(grammar)
+        return self._new_matcher(vocabulary, grammar)
+
+
+class Served:
+    """The requests of an engine that a test steps."""
+
+    def __init__(self, engine: DynamicInferenceEngine) -> None:
+        self._engine = engine
+        self._compiled = threading.Semaphore(0)
+        self.requests = LoopRequests(engine, on_compiled=self._compiled.release)
+        self.results: dict[bytes, dict[str, Any]] = {}
+
+    def add(self, uuid: bytes, **fields: Any) -> None:
+        params = SamplingParams(num_tokens_to_generate=8, **fields)
+        self.requests.add(Assignment(uuid, 0, False, 0), RequestBody("Hello", params.serialize()))
+
+    def step_to_end(self) -> None:
+        while self._engine.has_unfinished_requests():
+            for record in self._engine.step_modern()["finished_request_records"]:
+                served = self.requests.finish(record)
+                if served is not None and served.reply is not None:
+                    self.results[served.uuid] = unpack_body(served.reply)
+
+    def wait_compiled(self, grammars: int = 1) -> None:
+        for _ in range(grammars):
+            assert self._compiled.acquire(timeout=SECONDS)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowCompiler]:
+    slow = SlowCompiler()
+    monkeypatch.setattr(grammar_module, "_new_matcher", slow)
+    yield slow
+    slow.may_compile.set()
+
+
+@pytest.fixture
+def served(
+    make_engine: Callable[..., DynamicInferenceEngine],
+    compiler: SlowCompiler,  # noqa: ARG001
+    monkeypatch: pytest.MonkeyPatch,
+) -> Served:
+    engine = make_engine()
+    monkeypatch.setattr(engine.tokenizer, "_kept", {})
+    return Served(engine)
+
+
+def test_other_requests_end_while_a_grammar_is_compiled(served: Served, compiler: SlowCompiler) -> None:
+    served.add(GUIDED, grammar=regex_grammar("[ab]{5}"))
+    served.add(FREE, ignore_eos=True)
+    assert not served.requests.begin_compiled()
+    served.step_to_end()
+    assert set(served.results) == {FREE}
+    assert served.requests.uuids == [GUIDED, FREE]
+    compiler.may_compile.set()
+    served.wait_compiled()
+    assert not served.requests.begin_compiled()
+    served.step_to_end()
+    text = served.results[GUIDED]["generated_text"]
+    assert len(text) == 5
+    assert set(text) <= set("ab")
+
+
+def test_a_request_whose_grammar_is_compiled_can_be_aborted(served: Served, compiler: SlowCompiler) -> None:
+    served.add(GUIDED, grammar=regex_grammar("[ab]{5}"))
+    served.requests.abort(GUIDED)
+    compiler.may_compile.set()
+    served.wait_compiled()
+    assert not served.requests.begin_compiled()
+    served.step_to_end()
+    assert served.results[GUIDED]["finish_reason"] == "abort"
+
+
+def test_a_request_that_is_released_before_its_grammar_is_compiled_does_not_begin(
+    served: Served, compiler: SlowCompiler
+) -> None:
+    served.add(GUIDED, grammar=regex_grammar("[ab]{5}"))
+    served.requests.release(GUIDED)
+    compiler.may_compile.set()
+    served.wait_compiled()
+    assert not served.requests.begin_compiled()
+    assert not served.requests.has_compiled
+    served.step_to_end()
+    assert not served.results
+
+
+def test_a_broken_grammar_ends_its_request_alone(served: Served, compiler: SlowCompiler) -> None:
+    served.add(GUIDED, grammar="start: missing")
+    served.add(FREE, ignore_eos=True)
+    compiler.may_compile.set()
+    served.wait_compiled()
+    assert not served.requests.begin_compiled()
+    served.step_to_end()
+    assert served.results[GUIDED]["finish_reason"] == "error"
+    assert served.results[FREE]["finish_reason"] == "length"
+
+
+def test_a_grammar_is_compiled_once_although_more_wait_than_are_kept(served: Served, compiler: SlowCompiler) -> None:
+    grammars = [regex_grammar(f"[ab]{{{length}}}") for length in range(1, MORE_THAN_ARE_KEPT + 1)]
+    for place, grammar in enumerate(grammars):
+        served.add(bytes([place]) * 16, grammar=grammar)
+    compiler.may_compile.set()
+    served.wait_compiled(len(grammars))
+    assert not served.requests.begin_compiled()
+    served.step_to_end()
+    assert sorted(len(result["generated_text"]) for result in served.results.values())[:3] == [1, 2, 3]
+    assert len(served.results) == len(grammars)
+    assert compiler.compiled == grammars
