@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -61,10 +60,6 @@ class Admission:
         self._prefix_caching = prefix_caching
         self._scores_prompts = scores_prompts
         self._routing = routing
-
-    def compile_grammar(self, grammar: str) -> Future[Any]:
-        """Done when a request with this grammar is admitted without a delay for the others."""
-        return compiled_grammars(self._tokenizer).compile(grammar)
 
     def admit(self, request: DynamicInferenceRequest, prompt: Prompt, generated: Tokens[int]) -> Sequence:
         """Set the request's tokens and limits, and return its sequence.

@@ -6,8 +6,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import Sequence as Tokens
-from concurrent.futures import Future
-from typing import Any
 
 import torch
 
@@ -129,10 +127,6 @@ class DynamicInferenceEngine(RunningEngine):
         else:
             self.scheduler.add(sequence)
         return tracked.future
-
-    def compile_grammar(self, grammar: str) -> Future[Any]:
-        """Compile a grammar beside the steps. Requests that are added later wait for the rest of the work."""
-        return self._admission.compile_grammar(grammar)
 
     def abort_request(self, request_id: int) -> bool:
         """End a request now, as FAILED with its tokens so far; False if it is unknown or has ended."""

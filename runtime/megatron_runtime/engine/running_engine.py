@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_runtime.engine.profiler import StepProfiler
+from megatron_runtime.engine.sampling.grammar import compiled_grammars
 from megatron_runtime.engine.state_event import StateEvent
 from megatron_runtime.errors import ConfigurationError, EngineError, InvalidStateError
 from megatron_runtime.headers import EngineState
@@ -18,6 +20,7 @@ from megatron_runtime.parallel.rank_groups import RankGroups
 if TYPE_CHECKING:
     from megatron_runtime.config import InferenceConfig
     from megatron_runtime.engine.worker.protocol import AttachedLoop, RankEngine
+    from megatron_runtime.model.tokenizer import Tokenizer
     from megatron_runtime.parallel.ranks import Ranks
 
 _DIRECT_STATES = (EngineState.RUNNING, EngineState.SUSPENDED)
@@ -27,6 +30,7 @@ class RunningEngine(ABC):
     """Base class of an engine that runs as a task, or for a coordinator."""
 
     config: InferenceConfig
+    tokenizer: Tokenizer
 
     def __init__(self) -> None:
         self.is_suspended = False
@@ -65,6 +69,10 @@ class RunningEngine(ABC):
     @abstractmethod
     def barrier(self, occasion: str) -> None:
         """Wait until all earlier work is done."""
+
+    def compile_grammar(self, grammar: str) -> Future[Any]:
+        """Compile a grammar beside the steps. Requests that are added later wait for the rest of the work."""
+        return compiled_grammars(self.tokenizer).compile(grammar)
 
     def note_finished(self, request: DynamicInferenceRequest) -> None:
         """Enter a finished request of a coordinator in the ledger, if that is enabled."""
