@@ -93,6 +93,8 @@ def serve(engine: Any, *, interrupt: Callable[[int], None] = lambda _: None) -> 
     futures = [engine.add_request(i, PROMPTS[i], PARAMS[i]) for i in range(3)]
     step = 0
     while engine.has_unfinished_requests():
+        if step == 4:
+            engine.compile_grammar(str(PARAMS[5].grammar))
         if step == 5:
             futures += [engine.add_request(i, PROMPTS[i], PARAMS[i]) for i in LATER]
         interrupt(step)
