@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attackers.requests import Attack, attacks
-from attackers.victim import Answers, Watch, ask_steadily
+from attackers.victim import Answers, Watch, ask_steadily, time_per_token, use_all_memory
 from offline_throughput import write_checkpoint
 from peers.command_line import positive, print_table
 from servers.server import Start, our_server
@@ -36,6 +36,8 @@ COLUMNS = [
     "p50, s",
     "p99, s",
     "p99 / quiet",
+    "step, s",
+    "(p99 - step) / quiet",
     "wrong answers",
     "processes ended",
     "growth, MiB",
@@ -53,6 +55,8 @@ class Trial:
     statuses: dict[str, int]
     answers: Answers
     watch: Watch
+    step: float
+    """Mean seconds between two tokens of an answer: the engine's step meanwhile."""
 
     def cells(self, quiet: Answers, right: str, connections: int) -> list[str]:
         """The row of the table."""
@@ -65,6 +69,8 @@ class Trial:
             f"{self.answers.quantile(0.5):.3f}",
             f"{slowest:.3f}",
             f"{slowest / quiet.quantile(0.99):.1f}",
+            f"{self.step:.3f}",
+            f"{(slowest - self.step) / quiet.quantile(0.99):.1f}",
             str(self.answers.wrong(right)),
             str(self.watch.ended()),
             f"{growth / MIB:.0f}",
@@ -81,6 +87,7 @@ def try_attack(start: Start, attack: Attack, chosen: argparse.Namespace, folder:
     port = start.control_port if attack.to_control else start.port
     command = [sys.executable, SENDER, str(port), attack.path, file, str(chosen.connections)]
     command += ["endless"] if attack.is_endless else []
+    before = time_per_token(start.port)
     with Watch(start.pid) as watch:
         with sent.open("w") as out:
             sender = subprocess.Popen(command, stdout=out)
@@ -90,7 +97,10 @@ def try_attack(start: Start, attack: Attack, chosen: argparse.Namespace, folder:
                 sender.kill()
                 sender.wait()
         ask_steadily(start.port, SETTLE_SECONDS)
-    return Trial(attack, len(body), collections.Counter(sent.read_text().split()), answers, watch)
+    seconds, answered = (after - earlier for after, earlier in zip(time_per_token(start.port), before, strict=True))
+    return Trial(
+        attack, len(body), collections.Counter(sent.read_text().split()), answers, watch, seconds / max(answered, 1)
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -117,6 +127,7 @@ def main() -> int:
             write_checkpoint(checkpoint, "tiny")
         with Start(our_server(checkpoint, {}), chosen.threads, folder / "log") as start:
             start.seconds_until(start.answers)
+            use_all_memory(start.port, start.pid)
             ask_steadily(start.port, SETTLE_SECONDS)
             quiet = ask_steadily(start.port, chosen.seconds)
             right = quiet.texts[0]

@@ -3,10 +3,13 @@
 Usage: `sender.py PORT PATH FILE CONNECTIONS [endless]`: FILE has the body, with @number for the number of the request.
 With `endless`, FILE has the beginning of a header, which each connection continues until the server answers. Prints the
 status of each response, on a line; 0 if there was none. Imports nothing of this project.
+
+It has the lowest priority, because an attacker on another machine takes no processor time from the server.
 """
 
 import http.client
 import itertools
+import os
 import select
 import socket
 import sys
@@ -15,6 +18,7 @@ from pathlib import Path
 
 NUMBERS = itertools.count()
 PIECE_BYTES = 16 * 1024
+LOWEST_PRIORITY = 19
 
 
 def send(port: int, path: str, body: bytes) -> None:
@@ -52,6 +56,7 @@ def note(status: int) -> None:
 
 
 if __name__ == "__main__":
+    os.nice(LOWEST_PRIORITY)
     port, path, file, connections, *kind = sys.argv[1:]
     arguments = (int(port), path, Path(file).read_bytes())
     target = send_endlessly if kind == ["endless"] else send

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import http.client
 import json
+import random
+import re
 import threading
 import time
-from collections.abc import Iterable
+import urllib.request
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from servers.server import HOST, MODEL, PROMPT
 
@@ -17,7 +21,12 @@ EVERY_SECONDS = 0.2
 SAMPLE_SECONDS = 0.05
 TIMEOUT_SECONDS = 120.0
 PAGE = 4096
-BODY = json.dumps({"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "temperature": 0})
+BODY = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+MIB = 1 << 20
+PROMPTS, PROMPT_TOKENS = 8, 1000
+PLAIN_TOKENS = 200
+"""The token ids below are no special tokens in any of the models."""
+FULL_ROUNDS = 3
 
 
 @dataclass
@@ -54,10 +63,31 @@ def ask_steadily(port: int, seconds: float) -> Answers:
     return answers
 
 
-def _answer(port: int) -> str | None:
+def use_all_memory(port: int, launcher: int) -> None:
+    """Asks with new prompts until the server grows no more: the memory of its KV cache is no growth by an attack."""
+    before, full = 0, 0
+    while full < FULL_ROUNDS:
+        prompts = [[random.randrange(PLAIN_TOKENS) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
+        _answer(port, {"prompt": prompts})
+        now = sum(memory(tree(launcher)).values())
+        full = full + 1 if now - before < MIB else 0
+        before = max(before, now)
+
+
+def time_per_token(port: int) -> tuple[float, float]:
+    """Of all answers so far: the sum of their mean times per token in seconds, and their number."""
+    with urllib.request.urlopen(f"http://{HOST}:{port}/metrics", timeout=TIMEOUT_SECONDS) as answer:
+        words = answer.read().decode()
+    found = dict(re.findall(r"^megatron_time_per_output_token_seconds_(sum|count) (\S+)$", words, re.MULTILINE))
+    return float(found["sum"]), float(found["count"])
+
+
+def _answer(port: int, fields: Mapping[str, object] = MappingProxyType({})) -> str | None:
     connection = http.client.HTTPConnection(HOST, port, timeout=TIMEOUT_SECONDS)
     try:
-        connection.request("POST", "/v1/completions", BODY, {"Content-Type": "application/json"})
+        connection.request(
+            "POST", "/v1/completions", json.dumps(BODY | dict(fields)), {"Content-Type": "application/json"}
+        )
         answer = connection.getresponse()
         words = answer.read()
         return json.loads(words)["choices"][0]["text"] if answer.status == 200 else None
