@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attackers.requests import Attack, attacks
-from attackers.victim import Answers, Watch, ask_steadily, time_per_token, use_all_memory
+from attackers.victim import MIB, Answers, Watch, ask_steadily, time_per_token, use_all_memory
 from offline_throughput import write_checkpoint
 from peers.command_line import positive, print_table
 from servers.server import Start, our_server
@@ -28,7 +28,8 @@ from startup import FILE, cache_folder
 
 SENDER = Path(__file__).parent / "attackers" / "sender.py"
 SETTLE_SECONDS = 3.0
-MIB = 1 << 20
+KV_CACHE_MEMORY = {"smollm2": "256Mi", "tiny": "16Mi"}
+"""Small, because it is filled before the measurement."""
 COLUMNS = [
     "attack",
     "body, MiB",
@@ -125,7 +126,11 @@ def main() -> int:
         if chosen.model == "tiny":
             checkpoint = folder / "tiny"
             write_checkpoint(checkpoint, "tiny")
-        with Start(our_server(checkpoint, {}), chosen.threads, folder / "log") as start:
+        with Start(
+            our_server(checkpoint, {}, **{"kv-cache-memory": KV_CACHE_MEMORY[chosen.model]}),
+            chosen.threads,
+            folder / "log",
+        ) as start:
             start.seconds_until(start.answers)
             use_all_memory(start.port, start.pid)
             ask_steadily(start.port, SETTLE_SECONDS)

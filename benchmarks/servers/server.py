@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from peers.process import LAST_LINES, ContenderError
@@ -130,11 +131,11 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def ours(python: str, checkpoint: Path, port: int, threads: int) -> list[str]:
+def ours(python: str, checkpoint: Path, port: int, threads: int, **further: object) -> list[str]:
     """``megatron-serve``."""
     options = {"model": checkpoint, "served-name": MODEL, "device": "cpu", "host": HOST, "port": port}
     options |= {"threads-per-rank": threads, "control-port": 0, "metrics-port": 0, "coordinator-port": 0}
-    return [python, "-m", "megatron_runtime.cli", *_flags(options)]
+    return [python, "-m", "megatron_runtime.cli", *_flags(options | further)]
 
 
 def llama_cpp(python: str, checkpoint: Path, port: int, threads: int) -> list[str]:
@@ -149,10 +150,10 @@ def vllm(python: str, checkpoint: Path, port: int, _: int) -> list[str]:
     return [python, "-m", "vllm.entrypoints.openai.api_server", *_flags(options), "--enforce-eager"]
 
 
-def our_server(checkpoint: Path, environment: dict[str, str]) -> Server:
-    """Ours."""
+def our_server(checkpoint: Path, environment: dict[str, str], **options: object) -> Server:
+    """Ours, with further options of the command line."""
     environment = {"MEGATRON_CONTROL_TOKEN": CONTROL_TOKEN, **environment}
-    return Server("ours", sys.executable, ours, checkpoint, ("torch", "numba"), environment)
+    return Server("ours", sys.executable, partial(ours, **options), checkpoint, ("torch", "numba"), environment)
 
 
 def _flags(options: dict[str, object]) -> list[str]:
