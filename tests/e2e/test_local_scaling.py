@@ -15,7 +15,7 @@ import openai
 import pytest
 
 CLIENTS = 4
-PAUSE_SECONDS = 0.1
+PAUSE_SECONDS = 0.5
 """Between two requests of a client: without it, the clients take the processor from the pods that start."""
 QUESTION: Any = [{"role": "user", "content": "Count from one to fifty in words."}]
 
@@ -51,7 +51,7 @@ class Load:
                 self._ask(api, is_streamed=bool(turn % 2))
 
     def _ask(self, api: openai.OpenAI, *, is_streamed: bool) -> None:
-        asked: Any = {"model": "smollm2", "messages": QUESTION, "temperature": 0, "max_tokens": 200}
+        asked: Any = {"model": "smollm2", "messages": QUESTION, "temperature": 0, "max_tokens": 100}
         try:
             if is_streamed:
                 chunks = list(api.chat.completions.create(**asked, stream=True))

@@ -17,6 +17,8 @@ from megatron_runtime.wire.protocol_errors import ProtocolErrors
 
 CLAIM_SECONDS = 30.0
 """Time for which an engine that registers with unknown requests keeps them, until their client submits them again."""
+DRAINING_CLAIM_SECONDS = 3.0
+"""The same for an engine that drains, which waits for it: another engine continues what a later client submits."""
 LINGER_SECONDS = 30.0
 """Time for which a request with a name-based UUID is kept after its client was lost: any client that knows the name may
 submit it again."""
@@ -203,7 +205,7 @@ class Dispatcher:
         for uuid in claims:
             entry = self.requests.get(uuid)
             if entry is None:
-                self._claims[uuid] = (engine, now + CLAIM_SECONDS)
+                self._claims[uuid] = (engine, now)
             elif entry.reply is not None:
                 self._release(engine, uuid)
             elif entry.engine is None:
@@ -297,8 +299,8 @@ class Dispatcher:
             if now - entry.waiting_since >= self._request_timeout:
                 message = f"no engine was available for this request within {self._request_timeout:g} s"
                 self.fail(entry, RequestTimeoutError(message))
-        for uuid, (engine, deadline) in list(self._claims.items()):
-            if now >= deadline:
+        for uuid, (engine, since) in list(self._claims.items()):
+            if now - since >= (DRAINING_CLAIM_SECONDS if engine.draining else CLAIM_SECONDS):
                 del self._claims[uuid]
                 self._release(engine, uuid)
         for uuid in [uuid for uuid, deadline in self._orphans.items() if now >= deadline]:

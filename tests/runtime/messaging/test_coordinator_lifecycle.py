@@ -258,6 +258,16 @@ async def test_a_draining_engine_finishes_its_requests_and_gets_no_new_ones(flee
     assert leaving.failure is None
 
 
+async def test_a_drain_does_not_wait_for_the_clients_of_an_earlier_coordinator(fleet: Fleet) -> None:
+    leaving = fleet.add_engine(FakeEngine())
+    client = await fleet.connect()
+    await client.add_request("answered, but not acknowledged", PARAMS)
+    fleet.stop_coordinator()
+    fleet.start_coordinator()
+    await fleet.ready(client, 1)
+    assert await leaving.drain(20)
+
+
 async def test_requests_unfinished_at_the_drain_timeout_continue_on_another_engine(fleet: Fleet) -> None:
     wanted = SamplingParams(num_tokens_to_generate=300, seed=1)
     leaving = fleet.add_engine(FakeEngine(step_seconds=0.01), group=0)

@@ -9,7 +9,6 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 from runtime_support.moving_address import MovingAddress
 from runtime_support.processes import is_alive
+from suite_support.worker import free_host
 
 FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 STORY: list[Any] = [{"role": "user", "content": "Tell a story."}]
@@ -33,46 +33,88 @@ def ask(pod: Any, length: int = 20) -> str:
     return str(answer.choices[0].message.content)
 
 
-@dataclass
 class Pair:
     """Two pods with one replica group each, and an address that leads to the coordinator of either.
 
-    ``answer`` is the answer before any change.
+    Args:
+        start: Starts the pod of a replica group: its index, its attempt, and whether the pod leads.
     """
 
-    first: Any
-    second: Any
-    coordinator: MovingAddress
-    answer: str
+    def __init__(self, start: Callable[[int, int, bool], Any], coordinator: MovingAddress) -> None:
+        self._start = start
+        self.coordinator = coordinator
+        self._pods = [start(0, 0, True), start(1, 0, False)]
+        coordinator.target = (self.first.host, 5557)
+        self._attempts = 0
+        self._epoch = 1
+        for pod in self._pods:
+            pod.wait_ready()
+        self.first.wait_for(leads(2))
+        self.answer = ask(self.first)
+        """The answer before any change."""
 
-    def move_lead(self, pod: Any, epoch: int, **body: str) -> None:
-        """Moves the address and then the role, as an operator does."""
+    @property
+    def first(self) -> Any:
+        """The pod that leads before each test."""
+        return self._pods[0]
+
+    @property
+    def second(self) -> Any:
+        return self._pods[1]
+
+    def move_lead(self, pod: Any, **body: str) -> int:
+        """Moves the address and then the role, as an operator does. Returns the number of the decision."""
+        self._epoch += 1
         self.coordinator.target = (pod.host, 5557)
-        assert pod.control.post("/v1/lead", json={"epoch": epoch, **body}).status_code == 200
+        assert pod.control.post("/v1/lead", json={"epoch": self._epoch, **body}).status_code == 200
+        return self._epoch
+
+    def restore(self) -> None:
+        """Replaces a pod that has ended, and lets the first one lead."""
+        for index, pod in enumerate(self._pods):
+            if pod.process.poll() is not None:
+                pod.end()
+                self._attempts += 1
+                self._pods[index] = self._start(index, self._attempts, False)
+                self._pods[index].wait_ready()
+        if self.first.state()["role"] != "leader":
+            epoch = self.move_lead(self.first)
+            assert self.second.control.post("/v1/step-down", json={"epoch": epoch}).status_code == 200
+        self.first.wait_for(leads(2))
+
+    def end(self) -> None:
+        for pod in self._pods:
+            pod.end()
 
 
-@pytest.fixture
-def pair(start_pod: Callable[..., Any], new_host: Callable[[], str], tiny_checkpoint: Path) -> Iterator[Pair]:
-    """The first one leads."""
-    with MovingAddress(new_host(), 5557) as coordinator:
+@pytest.fixture(scope="module")
+def shared_pair(pod_type: type[Any], tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> Iterator[Pair]:
+    with MovingAddress(free_host((5557,)), 5557) as coordinator:
         host, port = coordinator.address
-        pods = [
-            start_pod(
+
+        def start(index: int, attempt: int, is_leader: bool) -> Any:
+            return pod_type(
+                tmp_path_factory.mktemp("pod"),
                 "--model",
                 str(tiny_checkpoint),
                 *FLAGS,
-                MEGATRON_LEADER=str(int(index == 0)),
-                MEGATRON_LEADER_EPOCH=str(int(index == 0)),
+                MEGATRON_LEADER=str(int(is_leader)),
+                MEGATRON_LEADER_EPOCH=str(int(is_leader)),
                 MEGATRON_REPLICA_GROUP=str(index),
+                MEGATRON_ATTEMPT=str(attempt),
                 MEGATRON_COORDINATOR_ADDRESS=f"tcp://{host}:{port}",
             )
-            for index in range(2)
-        ]
-        coordinator.target = (pods[0].host, 5557)
-        for pod in pods:
-            pod.wait_ready()
-        pods[0].wait_for(lambda state: len(state["replicaGroups"]) == 2)
-        yield Pair(pods[0], pods[1], coordinator, ask(pods[0]))
+
+        pair = Pair(start, coordinator)
+        yield pair
+        pair.end()
+
+
+@pytest.fixture
+def pair(shared_pair: Pair) -> Pair:
+    """The first pod leads; both run."""
+    shared_pair.restore()
+    return shared_pair
 
 
 def leads(groups: int, engine: str = "RUNNING") -> Callable[[dict[str, Any]], bool]:
@@ -103,18 +145,23 @@ def test_a_healthy_leader_hands_over_under_load_without_a_lost_answer(pair: Pair
 
     with ThreadPoolExecutor() as pool:
         answers = pair.first.begin_streams(pool, [partial(stream, pod) for pod in pods] * 2)
-        pair.move_lead(pair.second, 2)
-        assert pair.first.control.post("/v1/step-down", json={"epoch": 2}).status_code == 200
+        epoch = pair.move_lead(pair.second)
+        assert pair.first.control.post("/v1/step-down", json={"epoch": epoch}).status_code == 200
         pair.second.wait_for(leads(2))
         assert len({answer.result(60) for answer in answers}) == 1
     former = pair.first.state()
-    assert (former["role"], former["epoch"], former["engineState"], former["replicaGroups"]) == ("worker", 2, None, [])
+    assert (former["role"], former["epoch"], former["engineState"], former["replicaGroups"]) == (
+        "worker",
+        epoch,
+        None,
+        [],
+    )
     assert former["ready"]
     assert pair.first.control.post("/v1/pause").json()["error"]["code"] == "NotLeader"
     assert not any("coordinator_process" in command for command in pair.first.children().values())
     # Back at the first pod: its ranks were not restarted.
-    pair.move_lead(pair.first, 3)
-    assert pair.second.control.post("/v1/step-down", json={"epoch": 3}).status_code == 200
+    epoch = pair.move_lead(pair.first)
+    assert pair.second.control.post("/v1/step-down", json={"epoch": epoch}).status_code == 200
     pair.first.wait_for(leads(2))
     assert {ask(pod) for pod in pods} == {pair.answer}
     assert [pod.child("megatron_runtime.rank") for pod in pods] == ranks
@@ -126,15 +173,15 @@ def test_requests_of_the_other_pod_continue_when_the_leader_is_lost(pair: Pair) 
         answers = [pool.submit(ask, pair.second, LONG) for _ in range(4)]
         os.killpg(pair.first.process.pid, signal.SIGKILL)
         pair.first.process.wait(10)
-        pair.move_lead(pair.second, 2)
+        pair.move_lead(pair.second)
         assert {answer.result(60) for answer in answers} == {whole}
     pair.second.wait_for(leads(1))
 
 
 def test_a_paused_service_stays_paused_when_another_pod_leads(pair: Pair) -> None:
     pair.first.signal("pause")
-    pair.move_lead(pair.second, 2, lifecycle="Paused")
-    pair.first.control.post("/v1/step-down", json={"epoch": 2})
+    epoch = pair.move_lead(pair.second, lifecycle="Paused")
+    pair.first.control.post("/v1/step-down", json={"epoch": epoch})
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(ask, pair.first)
         pair.second.wait_for(lambda state: leads(2, "PAUSED")(state) and state["requests"]["waiting"] == 1)
@@ -146,15 +193,15 @@ def test_a_leader_that_hung_steps_down_and_refuses_older_decisions(pair: Pair) -
     stopped = [pair.first.process.pid, *pair.first.children()]
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
-    pair.move_lead(pair.second, 2)
+    epoch = pair.move_lead(pair.second)
     pair.second.wait_for(leads(1))
     assert ask(pair.second) == pair.answer
     for pid in stopped:
         os.kill(pid, signal.SIGCONT)
-    assert pair.first.control.post("/v1/step-down", json={"epoch": 2}).status_code == 200
-    assert pair.first.control.post("/v1/lead", json={"epoch": 1}).status_code == 409
-    assert pair.first.control.post("/v1/lead", json={"epoch": 2}).status_code == 409
-    assert pair.second.control.post("/v1/step-down", json={"epoch": 1}).status_code == 409
+    assert pair.first.control.post("/v1/step-down", json={"epoch": epoch}).status_code == 200
+    assert pair.first.control.post("/v1/lead", json={"epoch": epoch - 1}).status_code == 409
+    assert pair.first.control.post("/v1/lead", json={"epoch": epoch}).status_code == 409
+    assert pair.second.control.post("/v1/step-down", json={"epoch": epoch - 1}).status_code == 409
     pair.second.wait_for(leads(2))
     assert not any("coordinator_process" in command for command in pair.first.children().values())
     assert {ask(pair.first), ask(pair.second)} == {pair.answer}
@@ -168,11 +215,11 @@ def test_engines_leave_a_leader_whose_launcher_hangs(pair: Pair) -> None:
         assert ask(pair.second) == pair.answer
         pair.second.wait_for(lambda state: not any(rank["registered"] for rank in state["ranks"]))
         waiting = pool.submit(ask, pair.second)
-        pair.move_lead(pair.second, 2)
+        epoch = pair.move_lead(pair.second)
         pair.second.wait_for(leads(2))
         assert waiting.result(60) == pair.answer
     pair.first.process.send_signal(signal.SIGCONT)
-    assert pair.first.control.post("/v1/step-down", json={"epoch": 2}).status_code == 200
+    assert pair.first.control.post("/v1/step-down", json={"epoch": epoch}).status_code == 200
     assert not is_alive(coordinator)
     assert {ask(pair.first), ask(pair.second)} == {pair.answer}
 
