@@ -20,6 +20,8 @@ from megatron_runtime.notifier import Notifier
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 2.0
 """Seconds between the tries of a request."""
+RETRIED = (408, 409)
+"""Besides those from 500 on, as OpenAI's clients do. A frontend that was stopped while it read a request sends 408."""
 HASTY_TRIES = 3
 LONGEST_TRY = 0.1
 """Seconds after which a hasty client disconnects, at most."""
@@ -124,7 +126,7 @@ class Crowd:
             except (httpx.TransportError, APIConnectionError) as error:
                 self.errors[type(error).__name__] += 1
             except APIStatusError as error:
-                if error.status_code != 409 and error.status_code < 500:
+                if error.status_code not in RETRIED and error.status_code < 500:
                     raise
                 self.errors[f"{error.status_code} {error.code}"] += 1
             except APIError as error:  # the last event of a stream
