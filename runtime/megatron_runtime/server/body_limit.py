@@ -9,6 +9,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_runtime.server.options import HttpOptions
 
+LAST_READ_SECONDS = 1.0
+"""After a stall of the process, a time limit ends before the event loop has read what arrived meanwhile."""
 _CLOSE = {"Connection": "close"}
 """Close the connection instead of reading the rest of such a body to find the next request."""
 
@@ -27,18 +29,22 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         limit, seconds = self._options.max_body_bytes, self._options.body_timeout
-        deadline = asyncio.get_running_loop().time() + seconds
+        loop = asyncio.get_running_loop()
+        deadline, last_read = loop.time() + seconds, LAST_READ_SECONDS
         received = 0
         complete = False
 
         async def limited() -> Message:
-            nonlocal received, complete
+            nonlocal deadline, last_read, received, complete
             if complete:
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
+                if last_read:
+                    deadline, last_read = loop.time() + last_read, 0.0
+                    return await limited()
                 # While FastAPI reads a body, it passes on only this type of exception.
                 raise HTTPException(408, f"the body was not received within {seconds:g} seconds", _CLOSE) from None
             received += len(message.get("body", b""))
