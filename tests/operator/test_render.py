@@ -181,10 +181,10 @@ def test_a_pod_template_may_replace_the_image_volume() -> None:
 
 
 def test_a_model_from_the_hub_has_its_token() -> None:
-    hub = {"repo": "a/b", "revision": "v1", "tokenSecret": {"name": "hf", "key": "token"}}
+    hub = {"repo": "a/b", "file": "c/d.gguf", "revision": "v1", "tokenSecret": {"name": "hf", "key": "token"}}
     manifest = pod(model={"source": {"huggingFace": hub}})
     args = manifest["spec"]["containers"][0]["args"]
-    assert {"--hf-repo=a/b", "--hf-revision=v1"} <= set(args)
+    assert {"--hf-repo=a/b", "--hf-file=c/d.gguf", "--hf-revision=v1"} <= set(args)
     assert env(manifest)["HF_TOKEN"] == {"secretKeyRef": {"name": "hf", "key": "token"}}
 
 

@@ -75,6 +75,8 @@ def refusal(options: LaunchOptions) -> str | None:
         ({"engine": EngineOptions(device="tpu")}, "--device tpu: use one of cpu, cuda"),
         ({"engine": EngineOptions(block_size_tokens=0)}, "--block-size-tokens 0: must be at least 1"),
         ({"model": ModelSource()}, "give exactly one of --model PATH and --hf-repo"),
+        ({"model": ModelSource(Path("m"), hf_file="a.gguf")}, "--hf-file a.gguf: only allowed together with --hf-repo"),
+        ({"model": ModelSource(hf_repo="a/b", hf_file="a.bin")}, "--hf-file a.bin: not a .gguf file; omit the flag"),
         ({"model": ModelSource(path=Path("/nowhere"))}, "--model /nowhere: no such file or folder"),
         ({"identity": Identity(bind_host="10.0.0.1")}, "MEGATRON_CONTROL_TOKEN is not set"),
         ({"identity": Identity(is_leader=False)}, "MEGATRON_LEADER=0: set MEGATRON_COORDINATOR_ADDRESS"),

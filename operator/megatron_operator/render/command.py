@@ -106,8 +106,9 @@ def environment(resource: MegatronInference, identity: PodIdentity) -> Env:
 
 def _source(resource: MegatronInference) -> dict[str, Any]:
     source = resource.spec.model.source
-    if source.hugging_face is not None:
-        return {"--hf-repo": source.hugging_face.repo, "--hf-revision": source.hugging_face.revision}
+    if (hub := source.hugging_face) is not None:
+        file = {} if hub.file is None else {"--hf-file": hub.file}
+        return {"--hf-repo": hub.repo, **file, "--hf-revision": hub.revision}
     if source.volume_path is not None:
         return {"--model": f"{MODEL_MOUNT}{source.volume_path}".rstrip("/")}
     return {"--model": source.path}

@@ -28,11 +28,14 @@ class ModelFlags:
 
     model: Annotated[Path | None, typer.Option(help="A .gguf file or a checkpoint folder.")] = None
     hf_repo: Annotated[str | None, typer.Option(help="A repository on the Hugging Face hub instead.")] = None
+    hf_file: Annotated[
+        str | None, typer.Option(help="A .gguf file of the repository. Default: the whole repository.")
+    ] = None
     hf_revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")] = None
 
     def source(self) -> ModelSource:
         """The same as options."""
-        return ModelSource(path=self.model, hf_repo=self.hf_repo, hf_revision=self.hf_revision)
+        return ModelSource(self.model, self.hf_repo, self.hf_file, self.hf_revision)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,6 +45,7 @@ class InspectionOptions:
 
     path: str | None
     hf_repo: str | None
+    hf_file: str | None
     hf_revision: str | None
     engine: EngineOptions
 
@@ -62,9 +63,8 @@ async def inspect_source(source: ModelSource, engine: EngineOptions) -> Checkpoi
         ConfigurationError: The source or the number of ranks is invalid; the message begins with the flag.
     """
     found: list[Report] = []
-    options = InspectionOptions(
-        None if source.path is None else str(source.path), source.hf_repo, source.hf_revision, engine
-    )
+    path = None if source.path is None else str(source.path)
+    options = InspectionOptions(path, source.hf_repo, source.hf_file, source.hf_revision, engine)
     task = ChildTask(role="inspection", module="megatron_runtime.launch.inspection", options=asdict(options))
     child = Child(task, found.append)
     await child.start()
@@ -104,7 +104,9 @@ def _inspect(options: InspectionOptions) -> CheckpointFacts:
     from megatron_runtime.model.formats.source import resolve_source
     from megatron_runtime.model.shard import Shard
 
-    path = resolve_source(path=options.path, hf_repo=options.hf_repo, revision=options.hf_revision)
+    path = resolve_source(
+        path=options.path, hf_repo=options.hf_repo, hf_file=options.hf_file, revision=options.hf_revision
+    )
     summary = inspect_checkpoint(path)
     config = summary.config
     shard = Shard(config, options.engine.sizes.position(0))  # raises if the model can't be divided so

@@ -32,6 +32,8 @@ class ModelSource:
 
     path: Path | None = None
     hf_repo: str | None = None
+    hf_file: str | None = None
+    """A GGUF file of the repository; None: the whole repository, in the format of transformers."""
     hf_revision: str | None = None
 
     @property
@@ -172,8 +174,13 @@ class LaunchOptions:
     def _check_source(self) -> None:
         if (self.model.path is None) == (self.model.hf_repo is None):
             raise ConfigurationError("give exactly one of --model PATH and --hf-repo REPOSITORY")
-        if self.model.hf_revision is not None and self.model.hf_repo is None:
-            raise ConfigurationError(f"--hf-revision {self.model.hf_revision}: only allowed together with --hf-repo")
+        for flag, value in (("--hf-revision", self.model.hf_revision), ("--hf-file", self.model.hf_file)):
+            if value is not None and self.model.hf_repo is None:
+                raise ConfigurationError(f"{flag} {value}: only allowed together with --hf-repo")
+        if self.model.hf_file is not None and not self.model.hf_file.endswith(".gguf"):
+            raise ConfigurationError(
+                f"--hf-file {self.model.hf_file}: not a .gguf file; omit the flag to load the whole repository"
+            )
         if self.model.path is not None and not self.model.path.exists():
             raise ConfigurationError(
                 f"{self.model.flag}: no such file or folder; give a .gguf file or a checkpoint folder"

@@ -16,12 +16,14 @@ def resolve_source(
     *,
     path: Path | str | None = None,
     hf_repo: str | None = None,
+    hf_file: str | None = None,
     revision: str | None = None,
     token: str | None = None,
 ) -> Path:
-    """The local path of a checkpoint: ``path`` itself, or the downloaded Hugging Face repository ``hf_repo``.
+    """The local path of a checkpoint: ``path`` itself, or the downloaded Hugging Face repository ``hf_repo``; with
+    ``hf_file`` only this GGUF file of it.
 
-    Raises ConfigurationError unless exactly one of the two is given. Repositories are kept in the cache of the library,
+    Raises ConfigurationError unless exactly one of the two is given. Downloads are kept in the cache of the library,
     and used from there when the hub is unreachable. Raises CheckpointError if the path or the repository is invalid.
     """
     if (path is None) == (hf_repo is None):
@@ -31,18 +33,28 @@ def resolve_source(
     if path is not None:
         return checkpoint_path(path)
     assert hf_repo is not None
+    found = _download(hf_repo, hf_file, revision, token)
+    try:
+        return checkpoint_path(found)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. GGUF files of a repository are downloaded by name") from error
+
+
+def _download(repo: str, file: str | None, revision: str | None, token: str | None) -> str:
+    """The file or folder in the cache of the library."""
     # Imported here, because local checkpoints do not need the library, which takes a while to import.
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    named = hf_repo if revision is None else f"{hf_repo} at revision {revision}"
+    named = (f"{file} of " if file else "") + repo + (f" at revision {revision}" if revision else "")
     try:
-        found = snapshot_download(
-            hf_repo, revision=revision, token=token, allow_patterns=_WANTED_FILES, ignore_patterns=_OTHER_FORMATS
+        if file is not None:
+            return hf_hub_download(repo, file, revision=revision, token=token)
+        return snapshot_download(
+            repo, revision=revision, token=token, allow_patterns=_WANTED_FILES, ignore_patterns=_OTHER_FORMATS
         )
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise CheckpointError(f"Hugging Face repository {named}: {_explain(error)}") from error
-    return checkpoint_path(found)
 
 
 def _explain(error: Exception) -> str:
@@ -62,7 +74,7 @@ def _explain(error: Exception) -> str:
             (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled),
             "the hub can't be reached and there is no copy in the cache. Check the network, or name a path instead",
         ),
-        (errors.EntryNotFoundError, "lacks a file that was expected"),
+        (errors.EntryNotFoundError, "has no such file. Check its name"),
         (errors.HfHubHTTPError, "the hub refused"),
     ]
     for kind, explanation in explanations:
