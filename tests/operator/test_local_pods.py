@@ -71,6 +71,18 @@ async def test_a_killed_process_has_exit_code_128_plus_the_signal(pods: ProcessP
     assert pods.status("dummy").exit_code == 137
 
 
+async def test_the_process_id_of_an_ended_pod_gets_no_signal(
+    pods: ProcessPods, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be that of another process by then."""
+    pods.start(pod("pass"))
+    await until(lambda: pods.status("dummy").finished, "the end")
+    signals: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "killpg", lambda *sent: signals.append(sent))
+    pods.kill()
+    assert signals == []
+
+
 async def test_variables_take_values_secret_keys_and_fields_of_the_pod(pods: ProcessPods) -> None:
     env = [
         {"name": "NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},

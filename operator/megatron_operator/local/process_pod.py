@@ -106,7 +106,8 @@ class ProcessPod:
 
     def kill(self) -> None:
         """Kill the process group. A missing group is fine."""
-        if self._process is not None:
+        # The id of a group that is gone may be that of another one.
+        if self._process is not None and not self._status.finished:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
