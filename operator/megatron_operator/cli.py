@@ -142,8 +142,11 @@ def activate(
         int, typer.Option(min=1, help="Requests that wait for models at a time; further ones get 503.")
     ] = Limits.requests,
     max_body_bytes: Annotated[
-        int, typer.Option(min=1, help="Bytes of the bodies of all requests at a time; further ones get 503.")
+        int, typer.Option(min=1, help="Bytes of one body; larger ones get 413.")
     ] = Limits.body_bytes,
+    max_total_body_bytes: Annotated[
+        int, typer.Option(min=1, help="Bytes of the bodies of all requests at a time; further ones get 503.")
+    ] = Limits.total_body_bytes,
     max_wait: Annotated[float, typer.Option(min=1, help="Seconds that a request waits for a model.")] = Limits.wait,
     keep_alive: Annotated[
         float, typer.Option(min=0.1, help="Seconds between comments in an event stream that waits.")
@@ -151,17 +154,23 @@ def activate(
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that requests get to finish after SIGTERM.")] = (
         60.0
     ),
+    metrics_port: Annotated[int | None, typer.Option(help="Port of /metrics; they are not served without it.")] = None,
+    log_format: Annotated[LogFormat, typer.Option(envvar="MEGATRON_LOG_FORMAT", help="Format of log lines.")] = (
+        LogFormat.TEXT
+    ),
 ) -> None:
     """Pass requests on to models, and start those that were stopped because they were idle.
 
     The base URL of a model is http://HOST:PORT/NAMESPACE/NAME/v1.
     """
-    from megatron_operator.activator.command import activate as run_activator
+    from megatron_operator.activator.command import ActivatorOptions
+    from megatron_operator.activator.command import run as run_activator
     from megatron_operator.observed_state import AdapterError
 
-    limits = Limits(max_requests, max_body_bytes, max_wait, keep_alive)
+    limits = Limits(max_requests, max_body_bytes, max_total_body_bytes, max_wait, keep_alive)
+    options = ActivatorOptions(tuple(namespace or ()), limits, host, port, metrics_port, drain_timeout)
     try:
-        asyncio.run(run_activator(tuple(namespace or ()), limits, host, port, drain_timeout))
+        run_activator(options, json_log=log_format is LogFormat.JSON)
     except (AdapterError, OSError) as error:
         refuse(f"cannot start: {error}")
 

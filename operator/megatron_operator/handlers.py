@@ -131,7 +131,7 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
     reduce_logging()
     meters = Meters()
     api = await _connected(options)
-    memo.metrics_server = MetricsServer(meters)
+    memo.metrics_server = MetricsServer(meters.registry)
     if options.metrics_port is not None:
         await memo.metrics_server.start(options.metrics_host, options.metrics_port)
     # ``kopf run`` does not accept a list of kinds. There, kopf watches a kind that appears later only if it discovers

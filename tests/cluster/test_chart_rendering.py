@@ -231,7 +231,8 @@ def test_the_activator_has_its_own_account_and_reaches_restricted_models(helm: H
         operator, activator = activator, operator
     pod = activator["spec"]["template"]
     assert pod["spec"]["serviceAccountName"] == "megatron-megatron-inference-activator"
-    assert "--max-body-bytes=268435456" in pod["spec"]["containers"][0]["args"]
+    limits = {"--max-body-bytes=16777216", "--max-total-body-bytes=268435456"}
+    assert limits <= set(pod["spec"]["containers"][0]["args"])
     env = {each["name"]: each.get("value") for each in operator["spec"]["template"]["spec"]["containers"][0]["env"]}
     settings = Settings.from_environment(env | {"MEGATRON_OPERATOR_NAMESPACE": NAMESPACE})
     assert settings.has_activator
@@ -246,9 +247,24 @@ def test_the_activator_has_its_own_account_and_reaches_restricted_models(helm: H
 
 
 @pytest.mark.parametrize(
+    ("names", "expected"), [([], None), (["users", "team.keys"], ["users", "team.keys"]), (["users", "*"], [])]
+)
+def test_the_activator_may_read_the_named_secrets_only(
+    helm: Helm, names: list[str], expected: list[str] | None
+) -> None:
+    objects = helm.template("--set=activator.enabled=true", f"--set-json=activator.apiKeySecrets={json.dumps(names)}")
+    roles = (each for each in of_kind(objects, "ClusterRole") if "activator" in each["metadata"]["name"])
+    rules = [rule for role in roles for rule in role["rules"] if "secrets" in rule["resources"]]
+    assert [(rule.get("resourceNames", []), rule["verbs"]) for rule in rules] == (
+        [] if expected is None else [(expected, ["get"])]
+    )
+
+
+@pytest.mark.parametrize(
     ("flag", "message"),
     [
         ("--set=activator.replicas=0", "/activator/replicas"),
+        ("--set=activator.apiKeySecrets={Users}", "/activator/apiKeySecrets/0"),
         ("--set=metrics.port=0", "/metrics/port"),
         ("--set=namespaces={Alpha}", "/namespaces/0"),
         ("--set=image.pullPolicy=Sometimes", "/image/pullPolicy"),

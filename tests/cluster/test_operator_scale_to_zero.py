@@ -22,7 +22,6 @@ from operator_support.resource import Resource, reason
 from operator_support.scripted_node import ScriptedNode
 
 from megatron_operator.activator.limits import Limits
-from megatron_operator.activator.models import Models
 from megatron_operator.activator.service import Activator
 from megatron_operator.kubernetes.api_server import ApiServer
 
@@ -31,7 +30,10 @@ IDLE = {"idleAfter": "1s", "stopAfter": "1s"}
 RIGHTS = {
     Right("inference.megatron.dev", "megatroninferences", "get"),
     Right("inference.megatron.dev", "megatroninferences/status", "patch"),
+    Right("", "secrets", "get"),
 }
+KEYS = {"apiKeysSecret": {"name": "users"}}
+KEY = {"Authorization": "Bearer first"}
 
 
 class Model:
@@ -64,8 +66,11 @@ async def model(
     installed: Cluster,
     monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[Model]:
-    roles = of_kind(helm.template("--set=activator.enabled=true"), "ClusterRole")
+    roles = of_kind(
+        helm.template("--set=activator.enabled=true", "--set=activator.apiKeySecrets={users}"), "ClusterRole"
+    )
     (rules,) = [role["rules"] for role in roles if role["metadata"]["name"].endswith("-activator")]
+    await chat.kubectl("create", "secret", "generic", "users", "--from-literal=api-keys=first")
     await chat.kubectl("create", "serviceaccount", "activator")
     role = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": {"name": "activator"}}
     await chat.apply({**role, "rules": rules})
@@ -77,7 +82,7 @@ async def model(
         for _ in range(2):
             api = await ApiServer.connect()
             stack.push_async_callback(api.close)
-            activator = Activator(Models(api), Limits(keep_alive=0.5), (), lambda _: model.url)
+            activator = Activator(api, Limits(keep_alive=0.5), (), lambda _: model.url)
             server = TestServer(activator.application(), host="127.0.0.1")
             await server.start_server()
             stack.push_async_callback(server.close)
@@ -91,7 +96,7 @@ async def model(
 
 async def stopped(chat: Resource, stage: ScriptedNode) -> None:
     """A model that served, and was stopped because it was idle."""
-    await chat.create(autoSuspend=IDLE)
+    await chat.create(autoSuspend=IDLE, frontend=KEYS)
     first = (await chat.until_pods(FIRST))[FIRST]
     launcher = await stage.run(first)
     await stage.make_ready(first)
@@ -116,9 +121,12 @@ async def test_requests_start_an_idle_model_and_all_are_answered(
 ) -> None:
     await stopped(chat, stage)
     await restart(operator, chat)
+    refused = [await client.post("completions", json={}, headers={"X-Api-Key": "wrong"}) for client in model.clients]
+    assert [answer.status_code for answer in refused] == [401, 401]
+    assert "activationTime" not in await chat.status()
     assert await chat.pods() == {}
     requests = [
-        asyncio.create_task(client.post("completions", json={"prompt": f"{index}"}))
+        asyncio.create_task(client.post("completions", json={"prompt": f"{index}"}, headers=KEY))
         for client in model.clients
         for index in range(10)
     ]
