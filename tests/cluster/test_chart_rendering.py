@@ -20,6 +20,7 @@ from release_archives import package_chart
 from suite_support import kubernetes_schemas
 from suite_support.doc_blocks import doc_blocks
 
+from megatron_operator.commands.operator_rights import needed_by_activator
 from megatron_operator.settings import IMAGE_VARIABLE, NetworkPolicies, Settings
 
 LABELS_OF_RELEASES = ("app.kubernetes.io/instance", "app.kubernetes.io/managed-by", "app.kubernetes.io/version")
@@ -244,6 +245,20 @@ def test_the_activator_has_its_own_account_and_reaches_restricted_models(helm: H
         each["spec"]["selector"] for each in of_kind(objects, "Service") if "metrics" in each["metadata"]["name"]
     ]
     assert not operators.items() <= pod["metadata"]["labels"].items()
+
+
+def test_the_activator_has_the_rights_that_doctor_checks(helm: Helm) -> None:
+    objects = helm.template("--set=activator.enabled=true", "--set=activator.apiKeySecrets={users}")
+    (role,) = (each for each in of_kind(objects, "ClusterRole") if "activator" in each["metadata"]["name"])
+    granted = {
+        (group, resource, verb, name)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+        for name in rule.get("resourceNames", [""])
+    }
+    assert granted == {(each.group, each.resource, each.verb, each.name) for each in needed_by_activator("", ["users"])}
 
 
 @pytest.mark.parametrize(
