@@ -247,6 +247,15 @@ def test_the_activator_has_its_own_account_and_reaches_restricted_models(helm: H
     assert not operators.items() <= pod["metadata"]["labels"].items()
 
 
+def test_the_endpoint_of_the_activator_is_configured(helm: Helm) -> None:
+    objects = helm.template(*VARIANTS["activated in some namespaces"])
+    (pod,) = (
+        each["spec"]["template"] for each in of_kind(objects, "Deployment") if "activator" in str(each["metadata"])
+    )
+    args = pod["spec"]["containers"][0]["args"]
+    assert {"--endpoint-namespace=alpha", "--selector=team in (a, b),tier", "--namespace=beta"} <= set(args)
+
+
 def test_the_activator_has_the_rights_that_doctor_checks(helm: Helm) -> None:
     objects = helm.template("--set=activator.enabled=true", "--set=activator.apiKeySecrets={users}")
     (role,) = (each for each in of_kind(objects, "ClusterRole") if "activator" in each["metadata"]["name"])

@@ -10,11 +10,11 @@ import httpx
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
-from chart_support.helm import Helm, of_kind
+from chart_support.helm import Helm
 from cluster_support import audit
 from cluster_support.audit import Right
-from cluster_support.cluster import Cluster
 from cluster_support.control_plane import ControlPlane
+from operator_support.activator_account import activator_kubeconfig
 from operator_support.api import Api
 from operator_support.operator_process import OperatorProcess
 from operator_support.process_node import ProcessNode
@@ -63,26 +63,17 @@ class Model:
 async def model(
     chat: Resource,
     helm: Helm,
-    installed: Cluster,
     monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[Model]:
-    roles = of_kind(
-        helm.template("--set=activator.enabled=true", "--set=activator.apiKeySecrets={users}"), "ClusterRole"
-    )
-    (rules,) = [role["rules"] for role in roles if role["metadata"]["name"].endswith("-activator")]
     await chat.kubectl("create", "secret", "generic", "users", "--from-literal=api-keys=first")
-    await chat.kubectl("create", "serviceaccount", "activator")
-    role = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": {"name": "activator"}}
-    await chat.apply({**role, "rules": rules})
-    subject = f"--serviceaccount={chat.namespace}:activator"
-    await chat.kubectl("create", "rolebinding", "activator", "--role=activator", subject)
-    monkeypatch.setenv("KUBECONFIG", str(installed.kubeconfig_for("activator", chat.namespace)))
+    kubeconfig = await activator_kubeconfig(chat, helm, "--set=activator.apiKeySecrets={users}")
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
     model = Model()
     async with AsyncExitStack() as stack:
         for _ in range(2):
             api = await ApiServer.connect()
             stack.push_async_callback(api.close)
-            activator = Activator(api, Limits(keep_alive=0.5), (), lambda _: model.url)
+            activator = Activator(api, Limits(keep_alive=0.5), url_of=lambda _: model.url)
             server = TestServer(activator.application(), host="127.0.0.1")
             await server.start_server()
             stack.push_async_callback(server.close)

@@ -13,8 +13,10 @@ from typing import Any, Protocol
 from megatron_operator.activator.meters import ActivatorMeters
 from megatron_operator.activator.refusal import Refusal, unavailable
 from megatron_operator.activator.shared_calls import SharedCalls
+from megatron_operator.api.quantity import Duration
 from megatron_operator.api.v1alpha1 import ConditionType, Lifecycle
 from megatron_operator.idle_stop import LOOK_INTERVAL, is_idle
+from megatron_operator.observed_state import AdapterError
 from megatron_operator.status import old_status
 from megatron_operator.timestamps import seconds, timestamp
 
@@ -89,6 +91,15 @@ def availability(resource: Object | None) -> Availability:
     return Availability.AVAILABLE if is_running else Availability.WAITING
 
 
+def may_stop(resource: Object) -> bool:
+    """Whether the model may be stopped because it is idle."""
+    text = ((resource.get("spec") or {}).get("autoSuspend") or {}).get("stopAfter", "0s")
+    try:
+        return Duration(str(text)) > 0
+    except ValueError:
+        return False
+
+
 class Models:
     """Finds models and starts them. All requests for a model share one look at its resource at a time."""
 
@@ -106,11 +117,17 @@ class Models:
     async def is_running(self, key: ModelKey) -> bool:
         """Whether a request may be sent to the model now: it is not about to be stopped.
 
-        Raises Refusal for a resource that does not exist, or that its user stopped, and AdapterError.
+        Raises Refusal for a resource that does not exist, or that its user stopped, and AdapterError. A model that is
+        never stopped for being idle gets requests while the API server does not answer, too.
         """
         if self._running_until.get(key, 0.0) >= time.monotonic():
             return True
-        await self.recent(key)
+        try:
+            await self.recent(key)
+        except AdapterError:
+            _, last = self._last.get(key, (0.0, None))
+            if last is None or may_stop(last.resource):
+                raise
         return key in self._running_until
 
     async def activate(self, key: ModelKey) -> bool:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Protocol
 
 import aiohttp
 from aiohttp import web
 
 from megatron_operator.activator.api_keys import KeySecrets
+from megatron_operator.activator.catalog import Catalog, ResourceLists
+from megatron_operator.activator.endpoint import ModelEndpoint
 from megatron_operator.activator.limits import Limits, Usage
 from megatron_operator.activator.meters import DISCONNECTED, ActivatorMeters
 from megatron_operator.activator.models import ModelKey, Models, Resources
@@ -29,20 +33,52 @@ Answer = Callable[[HeldRequest], Awaitable[web.StreamResponse]]
 logger = logging.getLogger("megatron_operator.activator")
 
 
+class Cluster(Resources, ResourceLists, Protocol):
+    """The part of the API server's client that an activator needs."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """The resources that an activator serves."""
+
+    namespaces: tuple[str, ...] = ()
+    """None means all."""
+    endpoint_namespace: str = ""
+    """Namespace of the models at ``/v1``. By default the only one of ``namespaces``."""
+    selector: str = ""
+    """Label selector of the models at ``/v1`` and ``/<namespace>/v1``."""
+
+    def endpoint(self) -> str:
+        """The namespace of the models at ``/v1``. Raises Refusal when there is none."""
+        if self.endpoint_namespace:
+            return self.endpoint_namespace
+        if len(self.namespaces) != 1:
+            fix = "use /<namespace>/v1, or set --endpoint-namespace of the activator"
+            raise Refusal(f"there is no namespace for /v1; {fix}", HTTPStatus.NOT_FOUND, code="not_found")
+        return self.namespaces[0]
+
+
 class Activator:
-    """Passes requests on. Paths are ``/<namespace>/<name>/<path of the model's server>``."""
+    """Passes requests on, by their path or by ``model`` in their body.
+
+    | path | model |
+    |---|---|
+    | ``/<namespace>/<name>/<path of the model's server>`` | that of the resource |
+    | ``/<namespace>/v1/<path>`` | of that name in the namespace |
+    | ``/v1/<path>`` | the same, in one namespace |
+    """
 
     def __init__(
         self,
-        resources: Resources,
+        resources: Cluster,
         limits: Limits,
-        namespaces: Collection[str] = (),
+        served: Served | None = None,
         url_of: UrlOf = service_url,
         meters: ActivatorMeters | None = None,
     ) -> None:
-        """No ``namespaces`` means all."""
         self._limits = limits
-        self._namespaces = namespaces
+        self._served = served or Served()
+        self._catalog = Catalog(resources, self._served.selector)
         self._url_of = url_of
         self._meters = meters or ActivatorMeters()
         self._models = Models(resources, self._meters)
@@ -55,6 +91,8 @@ class Activator:
         """The application, which opens its connections to models when it starts."""
         application = web.Application()
         application.router.add_get("/healthz", _alive)
+        for path in ("/v1/{path:.*}", "/{namespace}/v1/{path:.*}"):
+            application.router.add_route("*", path, self._answered(self._by_model))
         application.router.add_route("*", "/{namespace}/{name}/{path:.*}", self._answered(self._by_path))
         application.cleanup_ctx.append(self._connections)
         application.on_response_prepare.append(self._close_connection)
@@ -73,6 +111,7 @@ class Activator:
             yield
         await self._models.close()
         await self._keys.close()
+        await self._catalog.close()
 
     async def _close_connection(self, _: web.Request, response: web.StreamResponse) -> None:
         if self._is_draining:
@@ -106,17 +145,29 @@ class Activator:
 
     async def _by_path(self, held: HeldRequest) -> web.StreamResponse:
         key = ModelKey(held.request.match_info["namespace"], held.request.match_info["name"])
-        self._check(key)
+        self._check(key.namespace, key.name)
         await self._models.is_running(key)
         held.key, held.path = key, _path_behind(held.request, 2)
         await held.read()
         return await self._proxy.serve(held)
 
-    def _check(self, key: ModelKey) -> None:
-        """Raises Refusal for anything that is not the name of a resource in the namespaces."""
-        are_names = NAME.fullmatch(key.namespace) and NAME.fullmatch(key.name)
-        if not are_names or (self._namespaces and key.namespace not in self._namespaces):
-            raise Refusal(f"this activator serves no MegatronInference {key}", HTTPStatus.NOT_FOUND)
+    async def _by_model(self, held: HeldRequest) -> web.StreamResponse:
+        given = held.request.match_info.get("namespace")
+        namespace = given if given is not None else self._served.endpoint()
+        self._check(namespace)
+        held.path = _path_behind(held.request, 0 if given is None else 1)
+        endpoint = ModelEndpoint(self._catalog, namespace)
+        if (listing := await endpoint.listing(held.request, held.request.match_info["path"])) is not None:
+            return listing
+        await endpoint.choose(held)
+        return await self._proxy.serve(held)
+
+    def _check(self, namespace: str, name: str = "any") -> None:
+        """Raises Refusal for anything that is not the name of a resource, or of a namespace, that is served."""
+        only = self._served.namespaces
+        if not NAME.fullmatch(namespace) or not NAME.fullmatch(name) or (only and namespace not in only):
+            words = f"this activator serves no MegatronInference at {namespace}/{name}"
+            raise Refusal(words, HTTPStatus.NOT_FOUND, code="not_found")
 
 
 def _path_behind(request: web.Request, segments: int) -> str:

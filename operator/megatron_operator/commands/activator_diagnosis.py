@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_operator.activator.api_keys import secret_of
-from megatron_operator.api.quantity import Duration
+from megatron_operator.activator.models import may_stop
 from megatron_operator.commands.diagnosis import Finding, Level, deployed, full_name, rights, watched
 from megatron_operator.commands.operator_rights import Right
 
@@ -18,21 +18,12 @@ ENABLE = "set activator.enabled of the operator's chart"
 GRANT = "upgrade the operator's chart, and name the Secrets of API keys in its value activator.apiKeySecrets"
 
 
-def needs_activator(resource: Object) -> bool:
-    """Whether the model is to be stopped when it is idle."""
-    text = ((resource.get("spec") or {}).get("autoSuspend") or {}).get("stopAfter", "0s")
-    try:
-        return Duration(str(text)) > 0
-    except ValueError:
-        return False
-
-
 def activators(
     deployments: Sequence[Object], resources: Sequence[Object], namespace: str, version: str
 ) -> Iterator[Finding]:
     """Whether there is an activator for the resources of the namespace that need one."""
     subject = "activator"
-    idle = ", ".join(sorted(each["metadata"]["name"] for each in resources if needs_activator(each)))
+    idle = ", ".join(sorted(each["metadata"]["name"] for each in resources if may_stop(each)))
     never = f"so the pods of {idle} are never stopped (spec.autoSuspend.stopAfter)"
     here = [each for each in deployments if not (only := watched(each)) or namespace in only]
     if not deployments:
@@ -55,5 +46,5 @@ def activator_rights(account: str, denied: Sequence[Right]) -> Finding:
 
 def key_secrets(resources: Sequence[Object]) -> list[str]:
     """Names of the Secrets with API keys that an activator has to read, because it may start their models."""
-    found = (secret_of(each) for each in resources if needs_activator(each))
+    found = (secret_of(each) for each in resources if may_stop(each))
     return sorted({selector[1] for selector in found if selector is not None})

@@ -58,7 +58,7 @@ CLUSTER_RULES = (
 """Additional rights of an operator that watches all namespaces."""
 
 ACTIVATOR_RULES = (
-    (GROUP, PLURAL, ("get",)),
+    (GROUP, PLURAL, ("get", "list")),
     (GROUP, f"{PLURAL}/status", ("patch",)),
 )
 """Rights of an activator in each namespace that it serves."""

@@ -17,7 +17,7 @@ from megatron_operator.activator import models, proxy, service
 from megatron_operator.activator.limits import Limits
 from megatron_operator.activator.meters import ActivatorMeters
 from megatron_operator.activator.models import ModelKey
-from megatron_operator.activator.service import Activator
+from megatron_operator.activator.service import Activator, Served
 from megatron_operator.observed_state import ActionRefused, AdapterError
 
 CHAT = "/models/chat/v1/chat/completions"
@@ -58,6 +58,9 @@ class ModelInCluster:
         if kind == "Secret":
             return self._secret(name)
         return self.resource if (namespace, name) == ("models", "chat") else None
+
+    async def select(self, _kind: str, namespace: str, _selector: str) -> list[Mapping[str, Any]]:
+        return [self.resource] if self.resource is not None and namespace == "models" else []
 
     def _secret(self, name: str) -> Mapping[str, Any] | None:
         if self.secrets is None:
@@ -110,7 +113,7 @@ class Client:
 
     def __init__(self, model: ModelInCluster, limits: Limits | None = None, namespaces: tuple[str, ...] = ()) -> None:
         self.meters = ActivatorMeters()
-        self.activator = Activator(model, limits or Limits(), namespaces, model.url, self.meters)
+        self.activator = Activator(model, limits or Limits(), Served(namespaces), model.url, self.meters)
 
     async def __aenter__(self) -> Client:
         self.stop, port = asyncio.Event(), unused_port()
