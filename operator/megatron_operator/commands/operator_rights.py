@@ -42,6 +42,7 @@ RULES = (
     ("networking.k8s.io", "ingresses", ("get", "list", "watch", "create", "patch", "delete")),
     ("policy", "poddisruptionbudgets", ("get", "create", "patch", "delete")),
     ("gateway.networking.k8s.io", "httproutes", ("get", "list", "watch", "create", "patch", "delete")),
+    ("inference.networking.k8s.io", "inferencepools", ("get", "list", "watch", "create", "patch", "delete")),
     *((group, "podgroups", GANG_VERBS) for group in GANG_GROUPS),
     ("scheduling.k8s.io", "workloads", GANG_VERBS),
     ("events.k8s.io", "events", ("create",)),

@@ -35,6 +35,7 @@ APPLY_PATCH = "application/apply-patch+yaml"
 PATHS = {
     "Event": ("/apis/events.k8s.io/v1", "events"),
     "HTTPRoute": ("/apis/gateway.networking.k8s.io/v1", "httproutes"),
+    "InferencePool": ("/apis/inference.networking.k8s.io/v1", "inferencepools"),
     "Ingress": ("/apis/networking.k8s.io/v1", "ingresses"),
     "Lease": ("/apis/coordination.k8s.io/v1", "leases"),
     "MegatronInference": (f"/apis/{GROUP}/{VERSION}", PLURAL),
