@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer, unused_port
+from aiohttp.test_utils import TestServer, get_unused_port_socket
 from chart_support.helm import Helm
 from cluster_support import audit
 from cluster_support.audit import Right
@@ -40,20 +40,22 @@ class Model:
     """The server of a model, which is not open yet, behind two activators with the permissions of the chart."""
 
     def __init__(self) -> None:
-        self.port = unused_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self._socket = get_unused_port_socket("127.0.0.1")
+        """Bound from the beginning, so that no other process takes the port before the server listens."""
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self.server: TestServer | None = None
         self.clients: list[httpx.AsyncClient] = []
 
     async def open(self) -> None:
         application = web.Application()
         application.router.add_post("/v1/completions", self._answer)
-        self.server = TestServer(application, host="127.0.0.1", port=self.port)
+        self.server = TestServer(application, host="127.0.0.1", socket_factory=lambda *_: self._socket)
         await self.server.start_server()
 
     async def close(self) -> None:
         if self.server is not None:
             await self.server.close()
+        self._socket.close()
 
     async def _answer(self, request: web.Request) -> web.Response:
         return web.json_response({"text": (await request.json())["prompt"]})

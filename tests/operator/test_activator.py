@@ -176,6 +176,21 @@ async def test_a_model_that_its_user_stopped_is_not_started(model: ModelInCluste
     assert not model.activated.is_set()
 
 
+async def test_a_probe_starts_no_idle_model(model: ModelInCluster) -> None:
+    model.become_idle()
+    async with Client(model) as client:
+        refused = await client.http.get("/models/chat/health")
+        assert (refused.status_code, refused.headers["Retry-After"]) == (503, "10")
+        assert "a POST request starts it" in refused.json()["error"]["message"]
+        assert not model.activated.is_set()
+        answer = asyncio.create_task(client.ask())
+        await model.activated.wait()
+        await model.start()
+        model.become_ready()
+        assert (await answer).status_code == 200
+        assert (await client.http.get("/models/chat/health")).status_code == 200
+
+
 async def test_requests_survive_an_outage_of_the_api_server(model: ModelInCluster) -> None:
     async with Client(model) as client:
         first = asyncio.create_task(client.ask())

@@ -20,7 +20,7 @@ from megatron_operator import names
 from megatron_operator.activator.api_keys import KeySecrets
 from megatron_operator.activator.limits import HeldBody, Limits, Usage
 from megatron_operator.activator.meters import ActivatorMeters
-from megatron_operator.activator.models import POLL, ModelKey, Models
+from megatron_operator.activator.models import POLL, Availability, ModelKey, Models
 from megatron_operator.activator.refusal import Refusal, unavailable
 from megatron_operator.observed_state import AdapterError
 
@@ -36,6 +36,8 @@ HOP_BY_HOP = frozenset(
 """Headers of one connection, which a proxy does not pass on (RFC 9110, 7.6.1), and those that it sets itself."""
 AUTO_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 """Headers that aiohttp would add to requests without them."""
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+"""Methods of requests that start no model: they only read (RFC 9110, 9.2.1)."""
 MAX_BROKEN = 2
 """Connections to a running model that may break after the request was sent, before it fails: it may be the cause."""
 
@@ -111,13 +113,17 @@ class Proxy:
     async def serve(self, held: HeldRequest) -> web.StreamResponse:
         """The answer of the model, as it was sent to the client.
 
-        Raises Refusal and AdapterError. A model is started only for a request that carries one of its API keys.
+        Raises Refusal and AdapterError. A model is started only for a request that carries one of its API keys, and not
+        for one that only reads, such as a probe.
         """
         answer, may_send = None, await self.models.is_running(held.model)
         with contextlib.suppress(AdapterError):
             answer = await self._send(held) if may_send else None
         if answer is None:
-            await self.keys.check((await self.models.recent(held.model)).resource, held.request.headers)
+            look = await self.models.recent(held.model)
+            await self.keys.check(look.resource, held.request.headers)
+            if held.request.method in SAFE_METHODS and look.availability is Availability.IDLE:
+                raise unavailable(f"the model {held.model} was stopped because it was idle; a POST request starts it")
             with self.usage.request(), self.meters.waiting(held.model.namespace, held.model.name):
                 answer = await self._wait(held)
         held.body.release()

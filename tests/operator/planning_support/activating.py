@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer, unused_port
+from aiohttp.test_utils import TestServer, get_unused_port_socket, unused_port
 from planning_support.resources import resource_object
 
 from megatron_operator.activator import models, proxy, service
@@ -47,7 +47,9 @@ class ModelInCluster:
         self.is_down = False
         self.activated = asyncio.Event()
         self.requests: list[tuple[str, dict[str, str], bytes]] = []
-        self.port = unused_port()
+        self._socket = get_unused_port_socket("127.0.0.1")
+        """Bound from the beginning, so that no other process takes the port before the server listens."""
+        self.port = self._socket.getsockname()[1]
         self.answer: Callable[[web.Request], Any] = self.echo
         self._server: TestServer | None = None
 
@@ -92,12 +94,13 @@ class ModelInCluster:
     async def start(self) -> None:
         application = web.Application()
         application.router.add_route("*", "/{path:.*}", self._take)
-        self._server = TestServer(application, host="127.0.0.1", port=self.port)
+        self._server = TestServer(application, host="127.0.0.1", socket_factory=lambda *_: self._socket)
         await self._server.start_server()
 
     async def stop(self) -> None:
         if self._server is not None:
             await self._server.close()
+        self._socket.close()
 
     async def _take(self, request: web.Request) -> web.StreamResponse:
         self.requests.append((request.path_qs, dict(request.headers), await request.read()))
