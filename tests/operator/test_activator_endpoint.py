@@ -148,7 +148,19 @@ async def test_unknown_names_cost_the_api_server_few_requests(fleet: Fleet, monk
     async with EndpointClient(fleet) as client:
         for number in range(20):
             assert (await client.post(CHAT, json={"model": f"{number}"})).status_code == 404
+        for _ in range(20):
+            assert (await client.get("/models/v1/models/other")).status_code == 404
     assert len(fleet.selectors) == 1
+
+
+async def test_namespaces_without_models_cost_little_memory_and_few_requests(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "MOST_NAMESPACES", 2)
+    known = catalog.Catalog(fleet)
+    for namespace in ("a", "a", "b", "c", "c", "a"):
+        assert await known.models(namespace) == {}
+    assert len(fleet.selectors) == 4  # of a, b, c, and of a again
 
 
 async def test_a_request_starts_its_model_only(fleet: Fleet) -> None:

@@ -13,6 +13,9 @@ from megatron_operator.activator.shared_calls import SharedCalls
 from megatron_operator.idle_stop import LOOK_INTERVAL
 from megatron_operator.observed_state import AdapterError
 
+MOST_NAMESPACES = 1000
+"""Namespaces whose lists are kept: clients may name any, also one that does not exist."""
+
 Object = Mapping[str, Any]
 ByName = Mapping[str, ServedModel]
 logger = logging.getLogger("megatron_operator.activator")
@@ -35,7 +38,7 @@ class Catalog:
         self._resources = resources
         self._selector = selector
         self._lists: dict[str, tuple[float, ByName]] = {}
-        """The models of each namespace that has some, and when they were read."""
+        """The models of each namespace, and when they were read, in that order."""
         self._reads = SharedCalls[ByName]("list the models of")
         self._duplicates: dict[str, set[str]] = {}
         """Messages about duplicates that were logged, by namespace."""
@@ -70,8 +73,9 @@ class Catalog:
         read_at = time.monotonic()
         found = served_models(await self._resources.select("MegatronInference", namespace, self._selector))
         self._lists.pop(namespace, None)
-        if found:
-            self._lists[namespace] = read_at, found
+        self._lists[namespace] = read_at, found
+        if len(self._lists) > MOST_NAMESPACES:
+            del self._lists[next(iter(self._lists))]
         self._report(namespace, found)
         return found
 
