@@ -133,6 +133,21 @@ async def test_the_oldest_of_two_resources_serves_their_name_and_the_log_says_so
     assert len([each for each in caplog.messages if "set another spec.model.servedName" in each]) == 1
 
 
+async def test_the_next_resource_takes_over_at_once_when_the_oldest_is_deleted(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "LOOK_INTERVAL", 0.0)
+    await fleet.add("old", "chat")
+    await fleet.add("new", "chat")
+    async with EndpointClient(fleet) as client:
+        assert (await client.post(CHAT, json={"model": "chat"})).json()["answered_by"] == "old"
+        del fleet.resources["old"]
+        assert (await client.post(CHAT, json={"model": "chat"})).json()["answered_by"] == "new"
+        del fleet.resources["new"]
+        gone = await client.post(CHAT, json={"model": "chat"})
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
+
+
 async def test_a_new_model_is_found_without_a_restart(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "POLL", 0.0)
     await fleet.add("small")

@@ -47,7 +47,7 @@ class Catalog:
         """The models of a namespace by name. Without an API server those that were read last. Raises AdapterError."""
         read_at, known = self._lists.get(namespace, (0.0, None))
         expires = read_at + (LOOK_INTERVAL if max_age is None else max_age)
-        if known is not None and time.monotonic() <= expires:
+        if known is not None and time.monotonic() < expires:
             return known
         try:
             return await self._reads.get(namespace, lambda: self._read(namespace))
@@ -57,9 +57,9 @@ class Catalog:
             logger.warning("%s: the models that were read last stay known: %s", namespace, error)
             return known
 
-    async def find(self, namespace: str, name: str) -> ServedModel:
+    async def find(self, namespace: str, name: str, max_age: float | None = None) -> ServedModel:
         """The model with this name. Raises Refusal 404 with the known names, AdapterError."""
-        if name not in (models := await self.models(namespace)):
+        if name not in (models := await self.models(namespace, max_age)):
             models = await self.models(namespace, max_age=POLL)
         if name not in models:
             raise model_not_found(name, models)

@@ -7,6 +7,7 @@ import http
 from aiohttp import web
 
 from megatron_operator.activator.catalog import Catalog
+from megatron_operator.activator.models import Models
 from megatron_operator.activator.proxy import HeldRequest
 from megatron_operator.activator.refusal import Refusal
 from megatron_operator.activator.served_models import model_missing
@@ -18,8 +19,9 @@ READS = ("GET", "HEAD")
 class ModelEndpoint:
     """The paths below ``/v1`` for the models of one namespace."""
 
-    def __init__(self, catalog: Catalog, namespace: str) -> None:
+    def __init__(self, catalog: Catalog, models: Models, namespace: str) -> None:
         self._catalog = catalog
+        self._models = models
         self._namespace = namespace
 
     async def listing(self, request: web.Request, path: str) -> web.Response | None:
@@ -50,3 +52,10 @@ class ModelEndpoint:
         if not isinstance(envelope.model, str):
             raise model_missing(await self._catalog.models(self._namespace))
         held.key = (await self._catalog.find(self._namespace, envelope.model)).key
+        try:
+            await self._models.is_running(held.key)
+        except Refusal as refusal:
+            if refusal.status != http.HTTPStatus.NOT_FOUND:
+                raise
+            # The resource was deleted after the list was read; another one may have the name.
+            held.key = (await self._catalog.find(self._namespace, envelope.model, max_age=0.0)).key

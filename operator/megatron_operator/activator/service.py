@@ -156,7 +156,7 @@ class Activator:
         namespace = given if given is not None else self._served.endpoint()
         self._check(namespace)
         held.path = _path_behind(held.request, 0 if given is None else 1)
-        endpoint = ModelEndpoint(self._catalog, namespace)
+        endpoint = ModelEndpoint(self._catalog, self._models, namespace)
         if (listing := await endpoint.listing(held.request, held.request.match_info["path"])) is not None:
             return listing
         await endpoint.choose(held)
