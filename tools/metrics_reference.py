@@ -16,6 +16,7 @@ from generated_page import write_or_check
 from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
+from megatron_operator.activator.meters import ActivatorMeters
 from megatron_operator.api.v1alpha1 import Condition, ConditionType, MegatronInferenceStatus, Phase
 from megatron_operator.kubernetes.fleet_rollout import FleetRollout
 from megatron_operator.metrics import Meters
@@ -33,6 +34,7 @@ UNITS = {
     "tokens": "tokens",
     "usage": "0 to 1",
     "blocks": "blocks",
+    "bytes": "bytes",
     "ready": "0 or 1",
     "leading": "0 or 1",
     "state": "0 or 1",
@@ -46,12 +48,12 @@ HEADER = """<!-- Generated from the code and tools/metrics_reference.py by `make
 
 # Metrics
 
-The operator serves metrics at `/metrics` on port 8080, each pod of a model at `/metrics` on port 9001. The Helm chart
-has monitors for both, alerts and a dashboard (`metrics.serviceMonitor`, `metrics.podMonitor`, `metrics.prometheusRule`,
-`metrics.dashboard`), see [install](install.md). The monitor of models adds the label `megatroninference`, the name of
-the resource, which is also the pod's label `inference.megatron.dev/name`. The operator's metrics of single resources
-have the labels `namespace` and `megatroninference` of the resource; a scrape configuration of your own needs
-`honor_labels`.
+The operator serves metrics at `/metrics` on port 8080, each pod of a model and each activator on port 9001. The Helm
+chart has monitors for them, alerts and a dashboard (`metrics.serviceMonitor`, `metrics.podMonitor`,
+`metrics.prometheusRule`, `metrics.dashboard`), see [install](install.md). The monitor of models adds the label
+`megatroninference`, the name of the resource, which is also the pod's label `inference.megatron.dev/name`. The metrics
+of operator and activators about single resources have the labels `namespace` and `megatroninference` of the resource; a
+scrape configuration of your own needs `honor_labels`.
 
 The names are those of the series; a histogram has the series `_bucket`, `_sum` and `_count`. Counters reset when their
 process restarts, which `rate` and `increase` account for. Each metric has a question that it answers, with the PromQL
@@ -101,6 +103,24 @@ QUESTIONS = {
         " / sum(megatron_operator_fleet_rollout_resources)",
     ),
     "megatron_operator_leading": Question("Is any operator active?", "max(megatron_operator_leading) == 1"),
+    "megatron_activator_requests_total": Question(
+        "What fraction of the requests through activators fails?",
+        'sum by (namespace, megatroninference) (rate(megatron_activator_requests_total{status=~"5.."}[5m]))'
+        " / sum by (namespace, megatroninference) (rate(megatron_activator_requests_total[5m]))",
+    ),
+    "megatron_activator_waiting_requests": Question(
+        "Which models do requests wait for?", f"{BY_MODEL} (megatron_activator_waiting_requests) > 0"
+    ),
+    "megatron_activator_wait_seconds": Question(
+        "How long do requests wait for a model to start?",
+        "histogram_quantile(0.95, sum by (le) (rate(megatron_activator_wait_seconds_bucket[1h])))",
+    ),
+    "megatron_activator_starts_total": Question(
+        "Which models stop and start too often?", f"{BY_MODEL} (increase(megatron_activator_starts_total[1d])) > 10"
+    ),
+    "megatron_activator_body_bytes": Question(
+        "Which activators are near their limit of held bodies?", "megatron_activator_body_bytes > 2e8"
+    ),
     "megatron_engine_state": Question("Which models are suspended?", 'megatron_engine_state{state="SUSPENDED"} == 1'),
     "megatron_requests_running": Question(
         "How busy is it?", f"{BY_MODEL} (megatron_requests_running)", "vllm:num_requests_running"
@@ -199,6 +219,15 @@ def of_the_operator() -> Iterable[Metric]:
     return meters.registry.collect()
 
 
+def of_an_activator() -> Iterable[Metric]:
+    """The metrics of an activator."""
+    meters = ActivatorMeters()
+    meters.answered(ANY, ANY, ANY)
+    meters.started(ANY, ANY)
+    with meters.waiting(ANY, ANY):
+        return list(meters.registry.collect())
+
+
 def of_a_pod(*, is_leader: bool = True) -> Iterable[Metric]:
     """The metrics of a launcher; that of the leader pod also exports the engines' metrics."""
     groups = (RegisteredReplicaGroup(index=0, state="RUNNING"),)
@@ -226,6 +255,7 @@ def reference_text() -> str:
     pods = list(of_a_pod())
     parts = {
         "The operator": of_the_operator(),
+        "Activators": of_an_activator(),
         "Every pod": [metric for metric in pods if metric.name in of_every_pod],
         "The engines, at the leader pod": [metric for metric in pods if metric.name not in of_every_pod],
         "The frontends, at the leader pod": of_a_frontend(),

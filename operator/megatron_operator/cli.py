@@ -20,6 +20,7 @@ from megatron_operator.local.pod_manifest import PathMap
 from megatron_operator.settings import LEASE_SECONDS_VARIABLE, LEASE_VARIABLE, WATCH_SILENCE_VARIABLE
 
 if TYPE_CHECKING:
+    from megatron_operator.activator.command import ActivatorOptions
     from megatron_operator.handlers import Options
 
 INTERRUPTED = 130
@@ -51,6 +52,9 @@ def _print_version(wanted: bool) -> None:
 Version = Annotated[
     bool, typer.Option("--version", help="Print the version, and exit.", callback=_print_version, is_eager=True)
 ]
+
+
+LogFormatOption = Annotated[LogFormat, typer.Option(envvar="MEGATRON_LOG_FORMAT", help="Format of log lines.")]
 
 
 @app.callback()
@@ -113,9 +117,7 @@ def run(
         ),
     ] = 70,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log every step.")] = False,
-    log_format: Annotated[LogFormat, typer.Option(envvar="MEGATRON_LOG_FORMAT", help="Format of log lines.")] = (
-        LogFormat.TEXT
-    ),
+    log_format: LogFormatOption = LogFormat.TEXT,
 ) -> None:
     """Run the operator against the cluster of KUBECONFIG, or the cluster of this pod."""
     from megatron_operator import handlers
@@ -136,14 +138,23 @@ def activate(
         list[str] | None,
         typer.Option("--namespace", "-n", help="Namespace to serve; may be repeated. Default: all namespaces."),
     ] = None,
+    endpoint_namespace: Annotated[
+        str, typer.Option(help="Namespace of the models at /v1. Default: that of --namespace, if there is one.")
+    ] = "",
+    selector: Annotated[
+        str, typer.Option(help="Label selector of the models at /v1 and /NAMESPACE/v1, like team=chat. Default: all.")
+    ] = "",
     host: Annotated[str, typer.Option(help="Address to serve on.")] = "0.0.0.0",
     port: Annotated[int, typer.Option(help="Port to serve on; /healthz is there too.")] = 8080,
     max_requests: Annotated[
         int, typer.Option(min=1, help="Requests that wait for models at a time; further ones get 503.")
     ] = Limits.requests,
     max_body_bytes: Annotated[
-        int, typer.Option(min=1, help="Bytes of the bodies of all requests at a time; further ones get 503.")
+        int, typer.Option(min=1, help="Bytes of one body; larger ones get 413.")
     ] = Limits.body_bytes,
+    max_total_body_bytes: Annotated[
+        int, typer.Option(min=1, help="Bytes of the bodies of all requests at a time; further ones get 503.")
+    ] = Limits.total_body_bytes,
     max_wait: Annotated[float, typer.Option(min=1, help="Seconds that a request waits for a model.")] = Limits.wait,
     keep_alive: Annotated[
         float, typer.Option(min=0.1, help="Seconds between comments in an event stream that waits.")
@@ -151,17 +162,30 @@ def activate(
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that requests get to finish after SIGTERM.")] = (
         60.0
     ),
+    metrics_port: Annotated[int | None, typer.Option(help="Port of /metrics; they are not served without it.")] = None,
+    log_format: LogFormatOption = LogFormat.TEXT,
 ) -> None:
     """Pass requests on to models, and start those that were stopped because they were idle.
 
-    The base URL of a model is http://HOST:PORT/NAMESPACE/NAME/v1.
+    The base URL of a model is http://HOST:PORT/NAMESPACE/NAME/v1, that of all models of a namespace, chosen by the
+    model of a request, http://HOST:PORT/NAMESPACE/v1 or http://HOST:PORT/v1.
     """
-    from megatron_operator.activator.command import activate as run_activator
+    from megatron_operator.activator.command import ActivatorOptions
+    from megatron_operator.activator.service import Served
+
+    if namespace and endpoint_namespace and endpoint_namespace not in namespace:
+        refuse(f"--endpoint-namespace {endpoint_namespace}: is not one of --namespace; add it there")
+    limits = Limits(max_requests, max_body_bytes, max_total_body_bytes, max_wait, keep_alive)
+    served = Served(tuple(namespace or ()), endpoint_namespace, selector)
+    _run_activator(ActivatorOptions(served, limits, host, port, metrics_port, drain_timeout), log_format)
+
+
+def _run_activator(options: ActivatorOptions, log_format: LogFormat) -> None:
+    from megatron_operator.activator import command
     from megatron_operator.observed_state import AdapterError
 
-    limits = Limits(max_requests, max_body_bytes, max_wait, keep_alive)
     try:
-        asyncio.run(run_activator(tuple(namespace or ()), limits, host, port, drain_timeout))
+        command.run(options, json_log=log_format is LogFormat.JSON)
     except (AdapterError, OSError) as error:
         refuse(f"cannot start: {error}")
 

@@ -43,6 +43,9 @@ CHILDREN = tuple(map(group_version_plural, ("Pod", "Service", "NetworkPolicy", *
 """Kinds that kopf watches besides the resource. Secrets are not among them: that would need the right to list all
 Secrets."""
 
+OPTIONAL_KINDS = ("HTTPRoute", "InferencePool")
+"""Watched kinds that a cluster may not have."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -131,7 +134,7 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
     reduce_logging()
     meters = Meters()
     api = await _connected(options)
-    memo.metrics_server = MetricsServer(meters)
+    memo.metrics_server = MetricsServer(meters.registry)
     if options.metrics_port is not None:
         await memo.metrics_server.start(options.metrics_host, options.metrics_port)
     # ``kopf run`` does not accept a list of kinds. There, kopf watches a kind that appears later only if it discovers
@@ -231,17 +234,17 @@ def configure(settings: kopf.OperatorSettings, options: Options) -> None:
 
 def reduce_logging() -> None:
     """Log what the loops report and nothing else, unless --verbose is set."""
-    logging.getLogger("kopf._core.reactor.observation").addFilter(_is_news)
+    logging.getLogger("kopf._core.reactor.observation").addFilter(is_news)
     if logging.getLogger().level > logging.DEBUG:
         for chatty in ("httpx", "kopf.objects"):
             logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """False for kopf's warning that the Gateway API is missing; most clusters do not need it."""
+def is_news(record: logging.LogRecord) -> bool:
+    """False for kopf's warning that the Gateway API or its extension is missing; most clusters do not need them."""
     words = record.getMessage()
-    unresolved = words.startswith("Unresolved resources")
-    return not (unresolved and words.count("Selector(") == 1 and "'httproutes'" in words)
+    missing = sum(f"'{group_version_plural(kind)[2]}'" in words for kind in OPTIONAL_KINDS)
+    return not (words.startswith("Unresolved resources") and words.count("Selector(") == missing)
 
 
 async def _connected(options: Options) -> ApiServer:

@@ -134,10 +134,10 @@ class Meters:
 
 
 class MetricsServer:
-    """Serves ``/metrics`` and ``/healthz`` on the operator's event loop, so that a hanging operator fails its probe."""
+    """Serves ``/metrics`` and ``/healthz`` on the event loop, so that a process that hangs fails its probe."""
 
-    def __init__(self, meters: Meters) -> None:
-        self._meters = meters
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int) -> None:
@@ -154,7 +154,7 @@ class MetricsServer:
             await self._runner.cleanup()
 
     async def _metrics(self, _request: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(self._meters.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 async def _alive(_request: web.Request) -> web.Response:

@@ -61,8 +61,8 @@ BUDGET_KINDS = {BUDGET: "policy/v1", BUDGET_V1BETA1: "policy/v1beta1"}
 """Kinds of PodDisruptionBudgets with their API versions, the preferred one first. Kubernetes has policy/v1 from 1.21
 on."""
 
-ROUTE_KINDS = ("HTTPRoute", "Ingress")
-"""Kinds of children that route external clients to the HTTP Service. Pods do not depend on them."""
+ROUTE_KINDS = ("HTTPRoute", "InferencePool", "Ingress")
+"""Kinds of children that route external clients to the frontends. Pods do not depend on them."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def disruption_budget(resource: str) -> str:
 
 
 def route(resource: str) -> str:
-    """Name of the Ingress or HTTPRoute."""
+    """Name of the Ingress, HTTPRoute or InferencePool."""
     return resource
 
 

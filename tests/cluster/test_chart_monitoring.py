@@ -9,13 +9,14 @@ import promql_parser
 import pytest
 import yaml
 from chart_support.exported import BY_SCRAPING, BY_THE_POD_MONITOR, exported
-from chart_support.helm import CHART, Helm, Object, only
+from chart_support.helm import CHART, Helm, Object, of_kind, only
 from chart_support.values import MONITORED
 from metrics_reference import (
     PAGE,
     QUESTIONS,
     of_a_frontend,
     of_a_pod,
+    of_an_activator,
     of_the_operator,
     reference_text,
     series_name,
@@ -154,6 +155,7 @@ def test_every_exported_metric_is_on_the_dashboard_or_excluded() -> None:
         "megatron_weight_version",
         "megatron_generation_tokens",  # counted per replica group
         "megatron_replica_group_prompt_tokens",
+        "megatron_activator_body_bytes",
     }
 
 
@@ -167,7 +169,7 @@ def test_the_queries_of_the_reference_use_their_own_metric(name: str) -> None:
 
 def test_the_reference_of_metrics_is_up_to_date() -> None:
     assert (ROOT / PAGE).read_text() == reference_text()
-    families = [*of_the_operator(), *of_a_pod(), *of_a_frontend()]
+    families = [*of_the_operator(), *of_an_activator(), *of_a_pod(), *of_a_frontend()]
     assert sorted(map(series_name, families)) == sorted(QUESTIONS)
 
 
@@ -207,6 +209,18 @@ def test_the_monitors_find_the_ports_of_operator_and_models(helm: Helm) -> None:
     (relabeling,) = endpoint["relabelings"]
     assert relabeling["sourceLabels"] == ["__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", label)]
     assert relabeling["targetLabel"] == BY_THE_POD_MONITOR
+
+
+def test_the_monitor_of_activators_finds_their_port(helm: Helm) -> None:
+    objects = helm.template(*MONITORED, "--set=activator.enabled=true")
+    monitor = next(each["spec"] for each in of_kind(objects, "PodMonitor") if "activator" in each["metadata"]["name"])
+    pods = [each["spec"]["template"] for each in of_kind(objects, "Deployment")]
+    wanted = monitor["selector"]["matchLabels"].items()
+    (pod,) = (each for each in pods if wanted <= each["metadata"]["labels"].items())
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    (port,) = (each for each in pod["spec"]["containers"][0]["ports"] if each["name"] == endpoint["port"])
+    assert f"--metrics-port={port['containerPort']}" in pod["spec"]["containers"][0]["args"]
+    assert endpoint["honorLabels"] is True
 
 
 def test_the_monitor_of_models_selects_the_namespaces_of_the_operator(helm: Helm) -> None:

@@ -20,7 +20,7 @@ from release_archives import package_chart
 from suite_support import kubernetes_schemas
 from suite_support.doc_blocks import doc_blocks
 
-from megatron_operator.settings import IMAGE_VARIABLE, NetworkPolicies, Settings
+from megatron_operator.settings import IMAGE_VARIABLE, NetworkPolicies
 
 LABELS_OF_RELEASES = ("app.kubernetes.io/instance", "app.kubernetes.io/managed-by", "app.kubernetes.io/version")
 
@@ -222,33 +222,11 @@ def test_an_operator_of_some_namespaces_has_a_role_in_each_and_no_cluster_role(h
     assert [arg for arg in args if "namespace" in arg] == ["--namespace=alpha", "--namespace=beta"]
 
 
-def test_the_activator_has_its_own_account_and_reaches_restricted_models(helm: Helm) -> None:
-    objects = helm.template(
-        "--set=activator.enabled=true", '--set-json=networkPolicy.clientsFrom=[{"podSelector": {}}]'
-    )
-    operator, activator = of_kind(objects, "Deployment")
-    if "activator" not in activator["metadata"]["name"]:
-        operator, activator = activator, operator
-    pod = activator["spec"]["template"]
-    assert pod["spec"]["serviceAccountName"] == "megatron-megatron-inference-activator"
-    assert "--max-body-bytes=268435456" in pod["spec"]["containers"][0]["args"]
-    env = {each["name"]: each.get("value") for each in operator["spec"]["template"]["spec"]["containers"][0]["env"]}
-    settings = Settings.from_environment(env | {"MEGATRON_OPERATOR_NAMESPACE": NAMESPACE})
-    assert settings.has_activator
-    assert settings.network_policies is not None
-    everyone, peer = settings.network_policies.clients_from
-    assert everyone == {"podSelector": {}}
-    assert peer["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
-    (operators,) = [
-        each["spec"]["selector"] for each in of_kind(objects, "Service") if "metrics" in each["metadata"]["name"]
-    ]
-    assert not operators.items() <= pod["metadata"]["labels"].items()
-
-
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
         ("--set=activator.replicas=0", "/activator/replicas"),
+        ("--set=activator.apiKeySecrets={Users}", "/activator/apiKeySecrets/0"),
         ("--set=metrics.port=0", "/metrics/port"),
         ("--set=namespaces={Alpha}", "/namespaces/0"),
         ("--set=image.pullPolicy=Sometimes", "/image/pullPolicy"),

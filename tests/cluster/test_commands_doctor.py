@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from chart_support.helm import Helm
 from cluster_support.cluster import Cluster
 from operator_support.api import Api, Json
 from operator_support.command_line import CommandLine
@@ -107,6 +108,35 @@ async def test_an_operator_that_may_not_hold_its_lease_is_found(deployed: Cluste
         deployed.apply(SYSTEM, {**binding, "metadata": kept})
     (rights,) = lines_of(done.out, "permissions")
     assert rights.endswith("may not create leases, get leases megatron-operator, update leases megatron-operator")
+
+
+async def test_an_activator_that_may_not_read_the_keys_of_a_model_is_found(
+    chat: Resource, installed: Cluster, helm: Helm, command_line: CommandLine
+) -> None:
+    idle = {"idleAfter": "1h", "stopAfter": "1h"}
+    users = {"apiKeysSecret": {"name": "users"}}
+    await chat.apply(manifest(lifecycle="Stopped", autoSuspend=idle, frontend=users))
+    done = await command_line.run("doctor")
+    (line,) = lines_of(done.out, "activator")
+    assert line.endswith("no Deployment of it, so the pods of chat are never stopped (spec.autoSuspend.stopAfter)")
+    assert line.startswith("warn ")
+    kinds = ("ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Deployment")
+    rendered = [
+        each
+        for each in helm.template("--set=activator.enabled=true")
+        if each["kind"] in kinds and "activator" in each["metadata"]["name"]
+    ]
+    installed.apply(SYSTEM, *rendered)
+    try:
+        done = await command_line.run("doctor")
+    finally:
+        for each in rendered:
+            installed.kubectl("-n", SYSTEM, "delete", each["kind"], each["metadata"]["name"])
+    assert "activator: 0 of 2 pods are available" in done.out
+    (rights,) = lines_of(done.out, "permissions")
+    assert rights.startswith(f"missing  permissions     system:serviceaccount:{SYSTEM}:megatron-megatron-inference-")
+    assert rights.endswith("may not get secrets users")
+    assert "activator.apiKeySecrets" in done.out
 
 
 @pytest.mark.usefixtures("node")

@@ -9,7 +9,7 @@ from chart_support.release import NAME, Release
 from cluster_support import audit
 from cluster_support.audit import Request, Right
 from cluster_support.control_plane import ControlPlane
-from operator_support import gang_api, gateway_api
+from operator_support import gang_api, gateway_api, inference_extension
 from operator_support.api import Api
 from operator_support.resource import Resource
 from operator_support.scripted_node import ScriptedNode
@@ -28,6 +28,7 @@ ASKED_ON_THE_WAY = {
     Right("networking.k8s.io", "networkpolicies", "create"),
     Right("networking.k8s.io", "ingresses", "create"),
     Right("gateway.networking.k8s.io", "httproutes", "create"),
+    Right("inference.networking.k8s.io", "inferencepools", "create"),
     Right("policy", "poddisruptionbudgets", "create"),
     *(Right(kind.partition(".")[2], f"{kind.partition('.')[0].lower()}s", "create") for kind in names.GANG_KINDS),
     # Required to set an ownerReference that blocks deletion, with OwnerReferencesPermissionEnforcement.
@@ -46,10 +47,17 @@ def granted(rules: Sequence[Object]) -> set[Right]:
     }
 
 
+ROUTES = {
+    "ingress": {},
+    "httpRoute": {"parentRefs": [{"name": "public"}]},
+    "inferencePool": {"endpointPicker": {"name": "picker"}},
+}
+
+
 async def begin_with_a_name_that_is_taken(chat: Resource) -> None:
     on_another_node = '--overrides={"spec": {"nodeName": "elsewhere"}}'
     await chat.kubectl("run", "chat-0-0-0", "--image=of-another-client", on_another_node)
-    await chat.create(replicas=2, expose={"ingress": {}, "httpRoute": {"parentRefs": [{"name": "public"}]}})
+    await chat.create(replicas=2, expose=ROUTES)
     await chat.until(lambda status: "has another owner" in json.dumps(status), "the name that is taken")
     await chat.kubectl("delete", "pod", "chat-0-0-0", "--force", "--grace-period=0")
     await chat.kubectl("annotate", "mi", "chat", "tests/look=again")
@@ -58,11 +66,11 @@ async def begin_with_a_name_that_is_taken(chat: Resource) -> None:
 async def run_lifecycle(chat: Resource, node: ScriptedNode) -> None:
     """Triggers all other requests of the operator."""
     await chat.until_phase("Running")
-    for kind in ("service", "networkpolicy", "ingress", gateway_api.NAME):
+    for kind in ("service", "networkpolicy", "ingress", gateway_api.NAME, inference_extension.NAME):
         await chat.kubectl("delete", kind, "chat")
         await chat.until_found(kind, "chat", lambda _: True)
-    await chat.patch({"expose": {"ingress": None, "httpRoute": None}})
-    await chat.until_gone("ingresses", gateway_api.NAME)
+    await chat.patch({"expose": dict.fromkeys(ROUTES)})
+    await chat.until_gone("ingresses", gateway_api.NAME, inference_extension.NAME)
     await node.fail((await chat.pods())["chat-0-0-0"], 1, "a rank died")
     await chat.until(lambda status: status["leader"]["pod"] == "chat-1-0-0", "another leader")
     await chat.kubectl("scale", "mi", "chat", "--replicas=1")
@@ -86,6 +94,7 @@ async def run_gang(cluster: ControlPlane, gang: str, kind: str) -> None:
 async def record(release: Release, control_plane: ControlPlane) -> list[Request]:
     release.install()
     gateway_api.install(control_plane)
+    inference_extension.install(control_plane)
     for kind in BEFORE_1_36:
         gang_api.install(control_plane, kind)
     chat = Resource(control_plane, control_plane.make_namespace())

@@ -9,12 +9,12 @@ from pathlib import Path
 import httpx
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer, unused_port
-from chart_support.helm import Helm, of_kind
+from aiohttp.test_utils import TestServer, get_unused_port_socket
+from chart_support.helm import Helm
 from cluster_support import audit
 from cluster_support.audit import Right
-from cluster_support.cluster import Cluster
 from cluster_support.control_plane import ControlPlane
+from operator_support.activator_account import activator_kubeconfig
 from operator_support.api import Api
 from operator_support.operator_process import OperatorProcess
 from operator_support.process_node import ProcessNode
@@ -22,7 +22,6 @@ from operator_support.resource import Resource, reason
 from operator_support.scripted_node import ScriptedNode
 
 from megatron_operator.activator.limits import Limits
-from megatron_operator.activator.models import Models
 from megatron_operator.activator.service import Activator
 from megatron_operator.kubernetes.api_server import ApiServer
 
@@ -31,27 +30,32 @@ IDLE = {"idleAfter": "1s", "stopAfter": "1s"}
 RIGHTS = {
     Right("inference.megatron.dev", "megatroninferences", "get"),
     Right("inference.megatron.dev", "megatroninferences/status", "patch"),
+    Right("", "secrets", "get"),
 }
+KEYS = {"apiKeysSecret": {"name": "users"}}
+KEY = {"Authorization": "Bearer first"}
 
 
 class Model:
     """The server of a model, which is not open yet, behind two activators with the permissions of the chart."""
 
     def __init__(self) -> None:
-        self.port = unused_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self._socket = get_unused_port_socket("127.0.0.1")
+        """Bound from the beginning, so that no other process takes the port before the server listens."""
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self.server: TestServer | None = None
         self.clients: list[httpx.AsyncClient] = []
 
     async def open(self) -> None:
         application = web.Application()
         application.router.add_post("/v1/completions", self._answer)
-        self.server = TestServer(application, host="127.0.0.1", port=self.port)
+        self.server = TestServer(application, host="127.0.0.1", socket_factory=lambda *_: self._socket)
         await self.server.start_server()
 
     async def close(self) -> None:
         if self.server is not None:
             await self.server.close()
+        self._socket.close()
 
     async def _answer(self, request: web.Request) -> web.Response:
         return web.json_response({"text": (await request.json())["prompt"]})
@@ -61,23 +65,17 @@ class Model:
 async def model(
     chat: Resource,
     helm: Helm,
-    installed: Cluster,
     monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[Model]:
-    roles = of_kind(helm.template("--set=activator.enabled=true"), "ClusterRole")
-    (rules,) = [role["rules"] for role in roles if role["metadata"]["name"].endswith("-activator")]
-    await chat.kubectl("create", "serviceaccount", "activator")
-    role = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": {"name": "activator"}}
-    await chat.apply({**role, "rules": rules})
-    subject = f"--serviceaccount={chat.namespace}:activator"
-    await chat.kubectl("create", "rolebinding", "activator", "--role=activator", subject)
-    monkeypatch.setenv("KUBECONFIG", str(installed.kubeconfig_for("activator", chat.namespace)))
+    await chat.kubectl("create", "secret", "generic", "users", "--from-literal=api-keys=first")
+    kubeconfig = await activator_kubeconfig(chat, helm, "--set=activator.apiKeySecrets={users}")
+    monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
     model = Model()
     async with AsyncExitStack() as stack:
         for _ in range(2):
             api = await ApiServer.connect()
             stack.push_async_callback(api.close)
-            activator = Activator(Models(api), Limits(keep_alive=0.5), (), lambda _: model.url)
+            activator = Activator(api, Limits(keep_alive=0.5), url_of=lambda _: model.url)
             server = TestServer(activator.application(), host="127.0.0.1")
             await server.start_server()
             stack.push_async_callback(server.close)
@@ -91,7 +89,7 @@ async def model(
 
 async def stopped(chat: Resource, stage: ScriptedNode) -> None:
     """A model that served, and was stopped because it was idle."""
-    await chat.create(autoSuspend=IDLE)
+    await chat.create(autoSuspend=IDLE, frontend=KEYS)
     first = (await chat.until_pods(FIRST))[FIRST]
     launcher = await stage.run(first)
     await stage.make_ready(first)
@@ -116,9 +114,12 @@ async def test_requests_start_an_idle_model_and_all_are_answered(
 ) -> None:
     await stopped(chat, stage)
     await restart(operator, chat)
+    refused = [await client.post("completions", json={}, headers={"X-Api-Key": "wrong"}) for client in model.clients]
+    assert [answer.status_code for answer in refused] == [401, 401]
+    assert "activationTime" not in await chat.status()
     assert await chat.pods() == {}
     requests = [
-        asyncio.create_task(client.post("completions", json={"prompt": f"{index}"}))
+        asyncio.create_task(client.post("completions", json={"prompt": f"{index}"}, headers=KEY))
         for client in model.clients
         for index in range(10)
     ]

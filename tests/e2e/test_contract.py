@@ -16,6 +16,7 @@ import typer.main
 import yaml
 
 from megatron_operator import names, replica_groups
+from megatron_operator.activator.api_keys import digests_of, matches
 from megatron_operator.api.parse import InvalidResource, parse_resource
 from megatron_operator.api.v1alpha1 import Device, KVCacheManagement, Lifecycle, Parser, Pooling, RoutingPolicy
 from megatron_operator.api.v1alpha1.model import DType
@@ -44,6 +45,8 @@ from megatron_runtime.lifecycle import SIGNALS
 from megatron_runtime.processes.parent_link import EXIT_BAD_INPUT
 from megatron_runtime.processes.supervisor import ChildEnd
 from megatron_runtime.sampling_params import POOLINGS
+from megatron_runtime.server.api_keys import ApiKeys
+from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.parsers import REASONING_PARSERS, TOOL_PARSERS, check_parsers
 
 SAMPLE = Path(__file__).parents[2] / "manifests" / "samples" / "smollm2.yaml"
@@ -291,3 +294,19 @@ def test_the_probes_use_paths_of_the_control_api() -> None:
     assert {probe["path"] for probe in probes} <= paths
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert {ports[probe["port"]] for probe in probes} == {names.CONTROL_PORT}
+
+
+@pytest.mark.parametrize(
+    "authorization", ["", "Bearer one", "bearer  two", "Basic one", "Bearer", "Bearer # three", "one"]
+)
+@pytest.mark.parametrize("key", ["", "one", " two ", "three", "# three"])
+def test_activator_and_server_accept_the_same_api_keys(authorization: str, key: str, tmp_path: Path) -> None:
+    text = "one\n\n  two\t\n# three\n"
+    (tmp_path / "keys").write_text(text)
+    try:
+        ApiKeys(tmp_path / "keys").check(authorization or None, key or None)
+    except ApiError:
+        is_accepted = False
+    else:
+        is_accepted = True
+    assert matches(digests_of(text), authorization, key) is is_accepted

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 from aiohttp import web
-from planning_support.activating import CHAT, SHORT, STOPPED_AT, Client, ModelInCluster
+from planning_support.activating import CHAT, SHORT, STOPPED_AT, Client, ModelInCluster, shorten_times
 
-from megatron_operator.activator import models, service
+from megatron_operator.activator import models, proxy
 from megatron_operator.activator.limits import Limits
 
 WAITING = b": waiting for the model to start\n\n"
@@ -26,7 +26,7 @@ async def model() -> AsyncIterator[ModelInCluster]:
 
 @pytest.fixture(autouse=True)
 def _short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "POLL", 0.02)
+    shorten_times(monkeypatch)
 
 
 async def test_a_request_to_a_running_model_passes_unchanged(model: ModelInCluster) -> None:
@@ -139,19 +139,6 @@ async def test_requests_beyond_the_limit_are_refused_and_may_try_again(model: Mo
         assert (await first).status_code == 200
 
 
-@pytest.mark.parametrize("chunked", [False, True])
-async def test_bodies_beyond_the_limit_are_refused(model: ModelInCluster, chunked: bool) -> None:
-    async def parts() -> AsyncIterator[bytes]:
-        yield b"x" * 1000
-
-    await model.start()
-    async with Client(model, Limits(body_bytes=100)) as client:
-        refused = await client.http.post(CHAT, content=parts() if chunked else b"x" * 1000)
-        assert (refused.status_code, refused.headers["Retry-After"]) == (503, "10")
-        assert (await client.http.post(CHAT, content=b"x" * 100)).status_code == 200
-    assert len(model.requests) == 1
-
-
 async def test_a_request_is_refused_when_the_model_does_not_start_in_time(model: ModelInCluster) -> None:
     model.become_idle()
     async with Client(model, Limits(wait=SHORT)) as client:
@@ -187,6 +174,21 @@ async def test_a_model_that_its_user_stopped_is_not_started(model: ModelInCluste
     assert refused.status_code == 503
     assert "set it to Running" in refused.json()["error"]["message"]
     assert not model.activated.is_set()
+
+
+async def test_a_probe_starts_no_idle_model(model: ModelInCluster) -> None:
+    model.become_idle()
+    async with Client(model) as client:
+        refused = await client.http.get("/models/chat/health")
+        assert (refused.status_code, refused.headers["Retry-After"]) == (503, "10")
+        assert "a POST request starts it" in refused.json()["error"]["message"]
+        assert not model.activated.is_set()
+        answer = asyncio.create_task(client.ask())
+        await model.activated.wait()
+        await model.start()
+        model.become_ready()
+        assert (await answer).status_code == 200
+        assert (await client.http.get("/models/chat/health")).status_code == 200
 
 
 async def test_requests_survive_an_outage_of_the_api_server(model: ModelInCluster) -> None:
@@ -229,7 +231,7 @@ async def test_a_request_that_always_breaks_its_connection_fails(model: ModelInC
     await model.start()
     async with Client(model) as client:
         assert (await client.ask()).status_code == 502
-    assert len(model.requests) == service.MAX_BROKEN
+    assert len(model.requests) == proxy.MAX_BROKEN
 
 
 async def test_a_pod_that_drains_is_not_the_answer_but_an_overloaded_one_is(model: ModelInCluster) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from planning_support.resources import resource_object
 from rich.console import Console
 
 from megatron_operator.api.parse import parse_resource
 from megatron_operator.api.v1alpha1 import Condition, MegatronInferenceStatus, Phase
 from megatron_operator.local.plain_view import PlainView
 from megatron_operator.local.pod_manifest import PathMap
-from megatron_operator.local.session import INVALID, LocalSession
+from megatron_operator.local.session import INVALID, SERVED, LocalSession
 from megatron_operator.local.session_lock import AlreadyServedError, session_lock
 from megatron_operator.local.snapshot import Snapshot
 from megatron_operator.local.table_view import draw
@@ -141,6 +143,16 @@ async def test_a_session_for_a_file_that_is_served_says_so(tmp_path: Path) -> No
         session = LocalSession(file, paths=PathMap(), view=PlainView(Console(file=output)))
         assert await session.run() == INVALID
     assert f"refused: {file} is already served by process {os.getpid()}" in output.getvalue()
+
+
+async def test_a_session_says_that_nothing_is_stopped_for_being_idle(tmp_path: Path) -> None:
+    file, output = tmp_path / "chat.yaml", io.StringIO()
+    idle = {"idleAfter": "1h", "stopAfter": "1h"}
+    file.write_text(json.dumps(resource_object(model={"source": {"path": str(file)}}, autoSuspend=idle)))
+    session = LocalSession(file, paths=PathMap(), view=PlainView(Console(file=output)))
+    session.stop()
+    assert await session.run() == SERVED
+    assert output.getvalue().count("spec.autoSuspend.stopAfter: has no effect on this machine") == 1
 
 
 def test_the_table_shows_a_rejected_edit_and_the_shutdown(running: Snapshot) -> None:

@@ -74,7 +74,7 @@ def test_rounds_are_counted_by_outcome() -> None:
 
 
 async def test_metrics_and_health_are_served_on_one_port(unused_tcp_port: int) -> None:
-    server = MetricsServer(Meters())
+    server = MetricsServer(Meters().registry)
     await server.start("127.0.0.1", unused_tcp_port)
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{unused_tcp_port}", trust_env=False) as client:

@@ -103,6 +103,30 @@ def test_each_field_of_the_route_has_its_effect() -> None:
     assert manifest["metadata"]["annotations"]["team"] == "a"
 
 
+def test_a_pool_selects_the_pods_with_a_frontend_and_names_its_picker() -> None:
+    manifest = only_route(inferencePool={"endpointPicker": {"name": "picker"}})
+    assert (manifest["apiVersion"], manifest["kind"]) == ("inference.networking.k8s.io/v1", "InferencePool")
+    service = next(each for each in render_children(parsed(), Settings()) if each["metadata"]["name"] == "chat")
+    assert manifest["spec"] == {
+        "selector": {"matchLabels": service["spec"]["selector"]},
+        "targetPorts": [{"number": backend_of("chat")["port"]}],
+        "endpointPickerRef": {"name": "picker", "port": {"number": 9002}, "failureMode": "FailClose"},
+    }
+
+
+def test_a_route_beside_a_pool_sends_requests_to_the_pool() -> None:
+    found = routes(
+        httpRoute={"parentRefs": [{"name": "public"}]},
+        inferencePool={"endpointPicker": {"name": "picker", "port": 1, "failureMode": "FailOpen"}},
+    )
+    by_kind = {each["kind"]: each for each in found}
+    (rule,) = by_kind["HTTPRoute"]["spec"]["rules"]
+    pool = by_kind["InferencePool"]
+    group, _, _ = pool["apiVersion"].partition("/")
+    assert rule["backendRefs"] == [{"group": group, "kind": pool["kind"], "name": pool["metadata"]["name"]}]
+    assert pool["spec"]["endpointPickerRef"] == {"name": "picker", "port": {"number": 1}, "failureMode": "FailOpen"}
+
+
 @pytest.mark.parametrize(
     ("written", "shown"),
     [("0s", "0s"), ("90s", "1m30s"), ("1500ms", "1s500ms"), ("0.5h", "30m"), ("2h", "2h"), ("100000s", "27h46m40s")],
@@ -113,8 +137,9 @@ def test_a_duration_has_the_format_of_the_gateway_api(written: str, shown: str) 
     assert re.fullmatch(r"([0-9]{1,5}(h|m|s|ms)){1,4}", text)
 
 
-def test_both_kinds_of_routes_can_be_used_together() -> None:
-    found = routes(ingress={}, httpRoute={"parentRefs": [{"name": "public"}]})
+def test_all_kinds_of_routes_can_be_used_together() -> None:
+    pool = {"endpointPicker": {"name": "picker"}}
+    found = routes(ingress={}, httpRoute={"parentRefs": [{"name": "public"}]}, inferencePool=pool)
     assert {route["kind"] for route in found} == set(names.ROUTE_KINDS)
 
 

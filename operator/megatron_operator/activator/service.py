@@ -1,260 +1,178 @@
-"""The HTTP service of an activator: passes requests on, and holds those whose model does not run."""
+"""The HTTP service of an activator."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import http
-import json
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Protocol
 
 import aiohttp
 from aiohttp import web
-from yarl import URL
 
-from megatron_operator import names
-from megatron_operator.activator.limits import LimitExceeded, Limits, Usage
-from megatron_operator.activator.models import POLL, ModelKey, Models, ModelUnavailable
+from megatron_operator.activator.api_keys import KeySecrets
+from megatron_operator.activator.catalog import Catalog, ResourceLists
+from megatron_operator.activator.endpoint import ModelEndpoint
+from megatron_operator.activator.limits import Limits, Usage
+from megatron_operator.activator.meters import DISCONNECTED, ActivatorMeters
+from megatron_operator.activator.models import ModelKey, Models, Resources
+from megatron_operator.activator.proxy import CONNECT_TIMEOUT, HeldRequest, Proxy, UrlOf, refuse, service_url
+from megatron_operator.activator.refusal import Refusal, unavailable
 from megatron_operator.observed_state import AdapterError
 
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
-RETRY_AFTER = "10"
-"""Seconds after which a refused client may try again."""
-CONNECT_TIMEOUT = 3.0
-HOP_BY_HOP = frozenset(
-    {
-        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer"),
-        *("transfer-encoding", "upgrade", "host", "content-length"),
-    }
-)
-"""Headers of one connection, which a proxy does not pass on (RFC 9110, 7.6.1), and those that it sets itself."""
-AUTO_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
-"""Headers that aiohttp would add to requests without them."""
-MAX_BROKEN = 2
-"""Connections to a running model that may break after the request was sent, before it fails: it may be the cause."""
+ENDPOINT_SECONDS = 2.0
+"""Seconds after SIGTERM until all nodes know that the pod leaves its Service."""
+LAST_IDLE_SECONDS = 6.0
+"""Seconds after SIGTERM until connections without a request are closed; common clients keep one for five."""
 
-UrlOf = Callable[[ModelKey], str]
+Answer = Callable[[HeldRequest], Awaitable[web.StreamResponse]]
 logger = logging.getLogger("megatron_operator.activator")
 
 
-def service_url(key: ModelKey) -> str:
-    """Base URL of the model's Service in the cluster."""
-    return f"http://{names.http_host(key.name, key.namespace)}:{names.HTTP_PORT}"
+class Cluster(Resources, ResourceLists, Protocol):
+    """The part of the API server's client that an activator needs."""
 
 
-@dataclass
-class Held:
-    """A request that the activator has read completely."""
+@dataclass(frozen=True)
+class Served:
+    """The resources that an activator serves."""
 
-    request: web.Request
-    key: ModelKey
-    body: bytes
-    response: web.StreamResponse | None = None
-    """The event stream of a request that waits, once it has begun."""
-    broken: int = 0
-    """Connections that broke after the request was sent to a model that runs."""
+    namespaces: tuple[str, ...] = ()
+    """None means all."""
+    endpoint_namespace: str = ""
+    """Namespace of the models at ``/v1``. By default the only one of ``namespaces``."""
+    selector: str = ""
+    """Label selector of the models at ``/v1`` and ``/<namespace>/v1``."""
 
-    @property
-    def wants_events(self) -> bool:
-        """Whether the answer is to be an event stream."""
-        try:
-            body = json.loads(self.body)
-        except (ValueError, RecursionError):
-            return False
-        return isinstance(body, dict) and body.get("stream") is True
+    def endpoint(self) -> str:
+        """The namespace of the models at ``/v1``. Raises Refusal when there is none."""
+        if self.endpoint_namespace:
+            return self.endpoint_namespace
+        if len(self.namespaces) != 1:
+            fix = "use /<namespace>/v1, or set --endpoint-namespace of the activator"
+            raise Refusal(f"there is no namespace for /v1; {fix}", HTTPStatus.NOT_FOUND, code="not_found")
+        return self.namespaces[0]
 
 
 class Activator:
-    """Passes requests on. Paths are ``/<namespace>/<name>/<path of the model's server>``."""
+    """Passes requests on, by their path or by ``model`` in their body.
+
+    | path | model |
+    |---|---|
+    | ``/<namespace>/<name>/<path of the model's server>`` | that of the resource |
+    | ``/<namespace>/v1/<path>`` | of that name in the namespace |
+    | ``/v1/<path>`` | the same, in one namespace |
+    """
 
     def __init__(
-        self, models: Models, limits: Limits, namespaces: Collection[str] = (), url_of: UrlOf = service_url
+        self,
+        resources: Cluster,
+        limits: Limits,
+        served: Served | None = None,
+        url_of: UrlOf = service_url,
+        meters: ActivatorMeters | None = None,
     ) -> None:
-        """No ``namespaces`` means all."""
-        self._models = models
         self._limits = limits
-        self._namespaces = namespaces
+        self._served = served or Served()
+        self._catalog = Catalog(resources, self._served.selector)
         self._url_of = url_of
+        self._meters = meters or ActivatorMeters()
+        self._models = Models(resources, self._meters)
+        self._keys = KeySecrets(resources)
+        self._is_draining = False
         self.usage = Usage(limits)
+        self._meters.watch_bodies(lambda: self.usage.body_bytes)
 
     def application(self) -> web.Application:
         """The application, which opens its connections to models when it starts."""
         application = web.Application()
         application.router.add_get("/healthz", _alive)
-        application.router.add_route("*", "/{namespace}/{name}/{path:.*}", self._handle)
+        for path in ("/v1/{path:.*}", "/{namespace}/v1/{path:.*}"):
+            application.router.add_route("*", path, self._answered(self._by_model))
+        application.router.add_route("*", "/{namespace}/{name}/{path:.*}", self._answered(self._by_path))
         application.cleanup_ctx.append(self._connections)
+        application.on_response_prepare.append(self._close_connection)
         return application
+
+    def drain(self) -> None:
+        """Close each connection after its next answer, so that its client connects to another activator."""
+        self._is_draining = True
 
     async def _connections(self, _: web.Application) -> AsyncIterator[None]:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
         connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as self._session:
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as session:
+            models, keys, usage = self._models, self._keys, self.usage
+            self._proxy = Proxy(models, keys, self._limits, usage, self._meters, self._url_of, session)
             yield
         await self._models.close()
+        await self._keys.close()
+        await self._catalog.close()
 
-    async def _handle(self, request: web.Request) -> web.StreamResponse:
-        key = ModelKey(request.match_info["namespace"], request.match_info["name"])
-        held = Held(request, key, b"")
-        size = 0
-        try:
-            self._check(key)
-            may_send = await self._models.check(key)
-            held.body, size = await self._read(request)
-            return await self._serve(held, may_send=may_send)
-        except LimitExceeded as error:
-            return await _refuse(held, http.HTTPStatus.SERVICE_UNAVAILABLE, str(error))
-        except ModelUnavailable as error:
-            return await _refuse(held, error.status, str(error))
-        except AdapterError as error:
-            logger.warning("%s: %s", key, error)
-            words = "the API server does not answer, so the state of the model is unknown"
-            return await _refuse(held, http.HTTPStatus.SERVICE_UNAVAILABLE, words)
-        finally:
-            self.usage.remove_bytes(size)
+    async def _close_connection(self, _: web.Request, response: web.StreamResponse) -> None:
+        if self._is_draining:
+            response.force_close()
+            response.headers["Connection"] = "close"
 
-    def _check(self, key: ModelKey) -> None:
-        """Raises ModelUnavailable for anything that is not the name of a resource in the namespaces."""
-        are_names = NAME.fullmatch(key.namespace) and NAME.fullmatch(key.name)
-        if not are_names or (self._namespaces and key.namespace not in self._namespaces):
-            raise ModelUnavailable(f"this activator serves no MegatronInference {key}", http.HTTPStatus.NOT_FOUND)
+    def _answered(self, answer: Answer) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """A handler with the errors of ``answer`` as answers, and with metrics."""
 
-    async def _read(self, request: web.Request) -> tuple[bytes, int]:
-        """The body, and the bytes that were counted for it. Raises LimitExceeded before it reads too much."""
-        counted, body = request.content_length or 0, bytearray()
-        self.usage.add_bytes(counted)
-        try:
-            async for part in request.content.iter_any():
-                body += part
-                if (more := len(body) - counted) > 0:
-                    self.usage.add_bytes(more)
-                    counted += more
-        except BaseException:
-            self.usage.remove_bytes(counted)
-            raise
-        return bytes(body), counted
-
-    async def _serve(self, held: Held, *, may_send: bool) -> web.StreamResponse:
-        answer = None
-        with contextlib.suppress(AdapterError):
-            answer = await self._send(held) if may_send else None
-        if answer is None:
-            with self.usage.request():
-                answer = await self._wait(held)
-        async with answer:
-            return await _relay(held, answer)
-
-    async def _send(self, held: Held) -> aiohttp.ClientResponse | None:
-        """The answer of the model, whose body has not been read; None while it cannot be reached.
-
-        Raises ModelUnavailable and AdapterError. A request whose connection broke before the answer is sent again: a
-        pod that ends may have accepted it.
-        """
-        request = held.request
-        url = URL(f"{self._url_of(held.key)}{_path_of(request)}", encoded=True)
-        # Without Accept-Encoding, so that comments may precede the answer in one stream.
-        dropped = {*HOP_BY_HOP, "accept-encoding"}
-        headers = [(name, value) for name, value in request.headers.items() if name.lower() not in dropped]
-        try:
-            answer = await self._session.request(
-                request.method,
-                url,
-                headers=headers,
-                data=held.body or None,
-                allow_redirects=False,
-                skip_auto_headers=AUTO_HEADERS,
-            )
-        except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError):
-            return None
-        except aiohttp.ClientConnectionError as error:
-            # A proxy on the way may accept a connection although there is no pod.
-            held.broken += await self._models.activate(held.key)
-            if held.broken >= MAX_BROKEN:
-                words = f"the model {held.key} closed the connection {held.broken} times without an answer"
-                raise ModelUnavailable(words, http.HTTPStatus.BAD_GATEWAY) from error
-            return None
-        if answer.status == http.HTTPStatus.SERVICE_UNAVAILABLE and not await self._models.activate(held.key):
-            answer.close()  # A pod that ends; a model that runs and is overloaded may say so itself.
-            return None
-        return answer
-
-    async def _wait(self, held: Held) -> aiohttp.ClientResponse:
-        """The answer of the model as soon as it runs. Raises ModelUnavailable after the limit."""
-        deadline = asyncio.get_running_loop().time() + self._limits.wait
-        arrival = asyncio.create_task(self._arrive(held), name=f"wait for {held.key}")
-        try:
-            while (left := deadline - asyncio.get_running_loop().time()) > 0:
-                await asyncio.wait({arrival}, timeout=min(self._limits.keep_alive, left))
-                if arrival.done():
-                    return arrival.result()
-                await _keep_alive(held)
-            words = f"the model {held.key} was not ready within {self._limits.wait:g} s"
-            raise ModelUnavailable(words, http.HTTPStatus.SERVICE_UNAVAILABLE)
-        finally:
-            arrival.cancel()
-
-    async def _arrive(self, held: Held) -> aiohttp.ClientResponse:
-        while True:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            held, status = HeldRequest(request, self.usage.body()), DISCONNECTED
             try:
-                if await self._models.activate(held.key) and (answer := await self._send(held)) is not None:
-                    return answer
-            except AdapterError as error:
-                logger.warning("%s: %s", held.key, error)
-            await asyncio.sleep(POLL)
+                response = await self._response(held, answer)
+                status = str(response.status)
+                return response
+            finally:
+                held.body.release()
+                model = held.key
+                self._meters.answered(model.namespace if model else "", model.name if model else "", status)
+
+        return handle
+
+    async def _response(self, held: HeldRequest, answer: Answer) -> web.StreamResponse:
+        try:
+            return await answer(held)
+        except Refusal as refusal:
+            return await refuse(held, refusal)
+        except AdapterError as error:
+            logger.warning("%s: %s", held.key or held.request.path, error)
+            return await refuse(held, unavailable("the API server does not answer, so the model's state is unknown"))
+
+    async def _by_path(self, held: HeldRequest) -> web.StreamResponse:
+        key = ModelKey(held.request.match_info["namespace"], held.request.match_info["name"])
+        self._check(key.namespace, key.name)
+        await self._models.is_running(key)
+        held.key, held.path = key, _path_behind(held.request, 2)
+        await held.read()
+        return await self._proxy.serve(held)
+
+    async def _by_model(self, held: HeldRequest) -> web.StreamResponse:
+        given = held.request.match_info.get("namespace")
+        namespace = given if given is not None else self._served.endpoint()
+        self._check(namespace)
+        held.path = _path_behind(held.request, 0 if given is None else 1)
+        endpoint = ModelEndpoint(self._catalog, self._models, namespace)
+        if (listing := await endpoint.listing(held.request, held.request.match_info["path"])) is not None:
+            return listing
+        await endpoint.choose(held)
+        return await self._proxy.serve(held)
+
+    def _check(self, namespace: str, name: str = "any") -> None:
+        """Raises Refusal for anything that is not the name of a resource, or of a namespace, that is served."""
+        only = self._served.namespaces
+        if not NAME.fullmatch(namespace) or not NAME.fullmatch(name) or (only and namespace not in only):
+            words = f"this activator serves no MegatronInference at {namespace}/{name}"
+            raise Refusal(words, HTTPStatus.NOT_FOUND, code="not_found")
 
 
-async def _relay(held: Held, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-    """Pass the answer on. One that breaks breaks the client's connection too, so that it does not look complete."""
-    response = held.response
-    if response is not None and answer.status != http.HTTPStatus.OK:
-        return await _refuse(held, answer.status, (await answer.read()).decode(errors="replace"))
-    if response is None:
-        response = web.StreamResponse(status=answer.status, reason=answer.reason)
-        for name, value in answer.headers.items():
-            if name.lower() not in HOP_BY_HOP:
-                response.headers.add(name, value)
-        response.content_length = answer.content_length
-        await response.prepare(held.request)
-    try:
-        async for part in answer.content.iter_any():
-            await response.write(part)
-    except aiohttp.ClientError as error:
-        logger.warning("%s: the answer broke: %r", held.key, error)
-        if held.request.transport is not None:
-            held.request.transport.abort()
-        return response
-    await response.write_eof()
-    return response
-
-
-async def _keep_alive(held: Held) -> None:
-    """Send a comment to a client that waits for an event stream. Other clients get their answer in one piece."""
-    if held.response is None:
-        if not held.wants_events:
-            return
-        headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-        held.response = web.StreamResponse(headers=headers)
-        await held.response.prepare(held.request)
-    await held.response.write(b": waiting for the model to start\n\n")
-
-
-async def _refuse(held: Held, status: int, message: str) -> web.StreamResponse:
-    """An error in OpenAI's format; as an event in a stream that has begun."""
-    kind = "server_error" if status >= http.HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
-    error = {"error": {"message": message, "type": kind, "param": None, "code": status}}
-    if held.response is not None:
-        await held.response.write(f"data: {json.dumps(error)}\n\n".encode())
-        await held.response.write_eof()
-        return held.response
-    wait = {"Retry-After": RETRY_AFTER} if status == http.HTTPStatus.SERVICE_UNAVAILABLE else {}
-    return web.json_response(error, status=status, headers=wait)
-
-
-def _path_of(request: web.Request) -> str:
-    """Path and query behind namespace and name, as the client encoded them."""
-    return "/" + request.raw_path.split("/", 3)[3]
+def _path_behind(request: web.Request, segments: int) -> str:
+    """Path and query behind the first segments of the path, as the client encoded them."""
+    return "/" + request.raw_path.split("/", segments + 1)[segments + 1]
 
 
 async def _alive(_: web.Request) -> web.Response:
@@ -262,14 +180,27 @@ async def _alive(_: web.Request) -> web.Response:
 
 
 async def serve(activator: Activator, host: str, port: int, stop: asyncio.Event, grace: float) -> None:
-    """Serve until ``stop``; then accept no more connections, and finish the requests within ``grace`` seconds.
+    """Serve until ``stop``; then hand new requests over to other activators, and finish the others.
 
-    Raises OSError when the port is taken.
+    Connections are accepted for ``ENDPOINT_SECONDS`` more, and the answers tell clients to close them. Requests get
+    ``grace`` seconds after ``LAST_IDLE_SECONDS``. Raises OSError when the port is taken.
     """
-    runner = web.AppRunner(activator.application(), access_log=None, handler_cancellation=True, shutdown_timeout=grace)
+    runner = web.AppRunner(
+        activator.application(),
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=grace,
+        # A compressed body is passed on as it is.
+        auto_decompress=False,
+    )
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
+        site = web.TCPSite(runner, host, port)
+        await site.start()
         await stop.wait()
+        activator.drain()
+        await asyncio.sleep(ENDPOINT_SECONDS)
+        await site.stop()
+        await asyncio.sleep(LAST_IDLE_SECONDS - ENDPOINT_SECONDS)
     finally:
         await runner.cleanup()

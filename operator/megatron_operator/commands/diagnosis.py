@@ -121,7 +121,7 @@ def operators(deployments: Sequence[Object], namespace: str, version: str) -> It
         both = " and ".join(full_name(each) for each in attentive)
         yield Finding(Level.WARN, subject, f"{both} both watch {namespace}", "remove all but one")
     for each in attentive:
-        yield _operator(each, version)
+        yield deployed(subject, each, version)
 
 
 def full_name(obj: Object) -> str:
@@ -154,7 +154,8 @@ def _field(variable: Object) -> str:
     return str(((variable.get("valueFrom") or {}).get("fieldRef") or {}).get("fieldPath"))
 
 
-def _operator(deployment: Object, version: str) -> Finding:
+def deployed(subject: str, deployment: Object, version: str) -> Finding:
+    """Whether a pod of the Deployment is available, in this version."""
     status, image = deployment.get("status") or {}, str(_container(deployment).get("image"))
     desired, available = int(deployment["spec"].get("replicas", 1)), int(status.get("availableReplicas") or 0)
     name = full_name(deployment)
@@ -163,11 +164,11 @@ def _operator(deployment: Object, version: str) -> Finding:
         words = f"{name}: {available} of {desired} pods are available{': ' if said else ''}{'; '.join(map(str, said))}"
         where = deployment["metadata"]
         fix = f"kubectl -n {where['namespace']} describe deployment {where['name']}"
-        return Finding(Level.MISSING, "operator", words, fix if desired else f"scale {name} to 1")
+        return Finding(Level.MISSING, subject, words, fix if desired else f"scale {name} to 1")
     tag = image.rpartition(":")[2] if ":" in image.rpartition("/")[2] else ""
     if tag and tag != version and "@" not in image:
-        return Finding(Level.WARN, "operator", f"{name} runs as {image}; this command is {version}", "use one version")
-    return Finding(Level.OK, "operator", f"{name} runs as {image}")
+        return Finding(Level.WARN, subject, f"{name} runs as {image}; this command is {version}", "use one version")
+    return Finding(Level.OK, subject, f"{name} runs as {image}")
 
 
 def _container(deployment: Object) -> Object:
@@ -175,11 +176,11 @@ def _container(deployment: Object) -> Object:
     return next((each for each in containers if each["name"] == "operator"), containers[0])
 
 
-def rights(account: str, denied: Sequence[str]) -> Finding:
+def rights(account: str, denied: Sequence[str], component: str = "operator", fix: str = INSTALL) -> Finding:
     """``denied`` are the missing rights, as text."""
     if not denied:
-        return Finding(Level.OK, "permissions", f"{account} has all rights that the operator needs")
-    return Finding(Level.MISSING, "permissions", f"{account} may not {', '.join(denied)}", INSTALL)
+        return Finding(Level.OK, "permissions", f"{account} has all rights that the {component} needs")
+    return Finding(Level.MISSING, "permissions", f"{account} may not {', '.join(denied)}", fix)
 
 
 def gpus(nodes: Sequence[Object], asked: Iterable[str], resources_on_cpu: bool) -> Iterator[Finding]:

@@ -15,10 +15,10 @@ from megatron_operator import names
 from megatron_operator.api.crd import crd
 from megatron_operator.api.v1alpha1 import Device
 from megatron_operator.api.v1alpha1.serving import ApiKeysSecret
-from megatron_operator.commands import diagnosis
+from megatron_operator.commands import activator_diagnosis, diagnosis
 from megatron_operator.commands.console import say
 from megatron_operator.commands.diagnosis import Finding, Level
-from megatron_operator.commands.operator_rights import Right, needed
+from megatron_operator.commands.operator_rights import Right, needed, needed_by_activator
 from megatron_operator.kubernetes.api_server import Json, ServerError, ServerRefusal
 from megatron_operator.kubernetes.user_cluster import UserCluster, core_path, resources_path
 from megatron_operator.render.network_policy import OPERATOR
@@ -44,6 +44,7 @@ class Doctor:
             "definition": self._definition(),
             "rules": self._rules(),
             "operator": self._operators(),
+            "activator": self._activators(),
             "models": self._for_models(),
             "Secrets": self._secrets(),
             "namespace": self._namespace(),
@@ -81,31 +82,54 @@ class Doctor:
         return [diagnosis.rules(enforced=False)]
 
     async def _operators(self) -> Sequence[Finding]:
-        selector = ",".join(f"{label}={value}" for label, value in OPERATOR.items())
-        query = {"labelSelector": selector}
-        deployments = (await self.cluster.read("/apis/apps/v1/deployments", query)).get("items") or []
+        deployments = await self._deployments(OPERATOR)
         findings = list(diagnosis.operators(deployments, self.namespace, version("megatron-inference")))
         for deployment in deployments:
             findings += await _allowed("permissions", self._rights(deployment))
         return findings
 
+    async def _activators(self) -> Sequence[Finding]:
+        deployments, resources = await self._deployments(activator_diagnosis.LABELS), await self._resources()
+        release = version("megatron-inference")
+        findings = list(activator_diagnosis.activators(deployments, resources, self.namespace, release))
+        for deployment in deployments:
+            findings += await _allowed("permissions", self._activator_rights(deployment, resources))
+        return findings
+
+    async def _deployments(self, labels: Mapping[str, str]) -> Sequence[Json]:
+        """The Deployments of all namespaces with these labels."""
+        selector = ",".join(f"{label}={value}" for label, value in labels.items())
+        return (await self.cluster.read("/apis/apps/v1/deployments", {"labelSelector": selector})).get("items") or []
+
     async def _rights(self, deployment: Json) -> Sequence[Finding]:
-        account = deployment["spec"]["template"]["spec"].get("serviceAccountName") or "default"
-        user = f"system:serviceaccount:{deployment['metadata']['namespace']}:{account}"
         only = diagnosis.watched(deployment)
         if only and self.namespace not in only:
             return []
-        slots = asyncio.Semaphore(REVIEWS_AT_A_TIME)
-
-        async def denied(right: Right) -> str:
-            async with slots:
-                return "" if await self._may(user, right) else str(right)
-
+        user = _account_of(deployment)
         keys = [names.keys_secret(item["metadata"]["name"]) for item in await self._resources()]
         lease = diagnosis.lease_of(deployment)
-        rights = needed(self.namespace, everywhere=not only, lease=lease, keys=keys)
-        answers = await asyncio.gather(*map(denied, rights))
-        return [diagnosis.rights(user, [words for words in answers if words])]
+        denied = await self._denied(user, needed(self.namespace, everywhere=not only, lease=lease, keys=keys))
+        return [diagnosis.rights(user, [str(right) for right in denied])]
+
+    async def _activator_rights(self, deployment: Json, resources: Sequence[Json]) -> Sequence[Finding]:
+        only = diagnosis.watched(deployment)
+        if only and self.namespace not in only:
+            return []
+        user = _account_of(deployment)
+        rights = needed_by_activator(self.namespace, activator_diagnosis.key_secrets(resources))
+        return [activator_diagnosis.activator_rights(user, await self._denied(user, rights))]
+
+    async def _denied(self, user: str, rights: Iterable[Right]) -> list[Right]:
+        """Those of the rights that the user does not have."""
+        slots = asyncio.Semaphore(REVIEWS_AT_A_TIME)
+
+        async def denied(right: Right) -> bool:
+            async with slots:
+                return not await self._may(user, right)
+
+        asked = list(rights)
+        answers = await asyncio.gather(*map(denied, asked))
+        return [right for right, is_denied in zip(asked, answers, strict=True) if is_denied]
 
     async def _may(self, user: str, right: Right) -> bool:
         resource, _, subresource = right.resource.partition("/")
@@ -182,6 +206,12 @@ async def _allowed(subject: str, check: Awaitable[Sequence[Finding]]) -> Sequenc
     except ServerRefusal as refusal:
         words = str(refusal).partition(": ")[2].removesuffix(" (403)")
         return [Finding(Level.UNKNOWN, subject, words, "ask someone with the right to read it")]
+
+
+def _account_of(deployment: Json) -> str:
+    """The user name of the ServiceAccount of the Deployment's pods."""
+    account = deployment["spec"]["template"]["spec"].get("serviceAccountName") or "default"
+    return f"system:serviceaccount:{deployment['metadata']['namespace']}:{account}"
 
 
 def _groups_of(user: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The rights that the operator's role has to grant."""
+"""The rights that the roles of operator and activator have to grant."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ RULES = (
     ("networking.k8s.io", "ingresses", ("get", "list", "watch", "create", "patch", "delete")),
     ("policy", "poddisruptionbudgets", ("get", "create", "patch", "delete")),
     ("gateway.networking.k8s.io", "httproutes", ("get", "list", "watch", "create", "patch", "delete")),
+    ("inference.networking.k8s.io", "inferencepools", ("get", "list", "watch", "create", "patch", "delete")),
     *((group, "podgroups", GANG_VERBS) for group in GANG_GROUPS),
     ("scheduling.k8s.io", "workloads", GANG_VERBS),
     ("events.k8s.io", "events", ("create",)),
@@ -56,6 +57,12 @@ CLUSTER_RULES = (
     ("", "nodes", ("list", "watch")),
 )
 """Additional rights of an operator that watches all namespaces."""
+
+ACTIVATOR_RULES = (
+    (GROUP, PLURAL, ("get", "list")),
+    (GROUP, f"{PLURAL}/status", ("patch",)),
+)
+"""Rights of an activator in each namespace that it serves."""
 
 BY_NAME = ("secrets", "get")
 """The operator reads only the keys Secrets of its resources, so a role may list their names."""
@@ -77,6 +84,12 @@ def needed(namespace: str, *, everywhere: bool, lease: LeaseName | None, keys: S
             yield right if right.verb == "create" else replace(right, name=lease.name)
     if everywhere:
         yield from _rights(CLUSTER_RULES, "")
+
+
+def needed_by_activator(namespace: str, key_secrets: Sequence[str]) -> Iterator[Right]:
+    """Each right that an activator needs in this namespace, with the Secrets of API keys that it has to read."""
+    yield from _rights(ACTIVATOR_RULES, namespace)
+    yield from (Right("", "secrets", "get", namespace, name) for name in key_secrets)
 
 
 def _rights(rules: Rules, namespace: str) -> Iterator[Right]:

@@ -35,6 +35,7 @@ APPLY_PATCH = "application/apply-patch+yaml"
 PATHS = {
     "Event": ("/apis/events.k8s.io/v1", "events"),
     "HTTPRoute": ("/apis/gateway.networking.k8s.io/v1", "httproutes"),
+    "InferencePool": ("/apis/inference.networking.k8s.io/v1", "inferencepools"),
     "Ingress": ("/apis/networking.k8s.io/v1", "ingresses"),
     "Lease": ("/apis/coordination.k8s.io/v1", "leases"),
     "MegatronInference": (f"/apis/{GROUP}/{VERSION}", PLURAL),
@@ -131,11 +132,14 @@ class ApiServer:
             raise
         return any(each["name"] == plural for each in answer.get("resources") or [])
 
-    async def list(self, kind: str, namespace: str, labels: Mapping[str, str]) -> list[Json]:
-        """The objects with all of these labels, read in pages so that no page takes long to parse."""
-        selector = ",".join(f"{label}={value}" for label, value in labels.items())
+    async def select(self, kind: str, namespace: str, selector: str) -> list[Json]:
+        """The objects that a label selector selects, read in pages so that no page takes long to parse."""
         query = {"labelSelector": selector, "limit": str(PAGE)}
         return [item async for item in self._pages(path_of(kind, namespace), query)]
+
+    async def list(self, kind: str, namespace: str, labels: Mapping[str, str]) -> list[Json]:
+        """The objects with all of these labels."""
+        return await self.select(kind, namespace, ",".join(f"{label}={value}" for label, value in labels.items()))
 
     async def cordoned_nodes(self) -> tuple[Json, ...]:
         """The nodes that are cordoned."""

@@ -21,6 +21,8 @@ OTHER_GANG = "or set spec.scheduling.gang to another value"
 FIXES = {
     "HTTPRoute": "install the Gateway API, version 1.2 or newer, with a gateway that implements it, or remove"
     " spec.expose.httpRoute",
+    "InferencePool": "install the Gateway API Inference Extension, version 1.0 or newer, with a gateway that implements"
+    " it, or remove spec.expose.inferencePool",
     names.POD_GROUP: "upgrade Kubernetes to 1.36 or newer and enable its feature gates GenericWorkload and"
     f" GangScheduling, {OTHER_GANG}",
     names.SCHEDULER_PLUGINS_POD_GROUP: f"install scheduler-plugins with its plugin Coscheduling, {OTHER_GANG}",

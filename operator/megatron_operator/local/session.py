@@ -33,6 +33,11 @@ TICK_SECONDS = 0.5
 """Seconds between checks of the file and the pods without an event."""
 ENDING_TICK_SECONDS = 0.2
 
+NO_ACTIVATOR = (
+    "spec.autoSuspend.stopAfter: has no effect on this machine, where no activator would start the processes again; the"
+    " engine is suspended after idleAfter"
+)
+
 
 class SessionEnded(Exception):
     """The awaited state cannot be reached any more; ``str()`` says how the session ended."""
@@ -50,7 +55,7 @@ class LocalSession:
         self._observed = LocalAdapter(self._folder, paths=paths, on_change=self._wake.set)
         self._stopping = asyncio.Event()
         self._stepped = asyncio.Condition()
-        self._settings = replace(Settings.from_environment(), has_spare_nodes=False)
+        self._settings = replace(Settings.from_environment(), has_spare_nodes=False, has_activator=False)
         self._uid = str(uuid.uuid4())
         self._generation = 0
         self._status = MegatronInferenceStatus()
@@ -205,6 +210,8 @@ class LocalSession:
         self._observed.local_ranks = resource.spec.replicas * resource.spec.parallelism.ranks
         if not self._generation or document.obj["spec"] != self._document.obj["spec"]:
             self._generation += 1
+            if resource.spec.auto_suspend.stop_after > 0:
+                self._view.say(NO_ACTIVATOR)
         return document
 
     def _no_such_path(self, source: str) -> str:

@@ -10,6 +10,7 @@ from megatron_operator.render.disruption_budget import disruption_budget
 from megatron_operator.render.gang import gang_kind, gang_object
 from megatron_operator.render.http_route import http_route
 from megatron_operator.render.http_service import http_service
+from megatron_operator.render.inference_pool import inference_pool
 from megatron_operator.render.ingress import ingress
 from megatron_operator.render.keys_secret import keys_secret
 from megatron_operator.render.metadata import owner_reference, with_applied_hash
@@ -35,5 +36,6 @@ __all__ = [
 def render_children(resource: MegatronInference, settings: Settings) -> list[dict[str, Any]]:
     """All children except pods, their gang objects, the Secret and the budget, each with its hash annotation."""
     services = (coordinator_service(resource), pods_service(resource), http_service(resource))
-    desired = (network_policy(resource, settings), *services, ingress(resource), http_route(resource))
+    routes = (ingress(resource), http_route(resource), inference_pool(resource))
+    desired = (network_policy(resource, settings), *services, *routes)
     return [with_applied_hash(manifest) for manifest in desired if manifest is not None]

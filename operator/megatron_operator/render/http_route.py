@@ -1,4 +1,4 @@
-"""The HTTPRoute that connects external clients to the HTTP Service through a Gateway."""
+"""The HTTPRoute that connects external clients to the HTTP Service, or the InferencePool, through a Gateway."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import HTTPRouteExposure, MegatronInference
+from megatron_operator.render.inference_pool import pool_backend
 from megatron_operator.render.metadata import child_metadata
 
 UNITS = (("h", 3_600_000), ("m", 60_000), ("s", 1000), ("ms", 1))
@@ -42,9 +43,10 @@ def gateway_duration(seconds: float) -> str:
 
 
 def _rule(resource: MegatronInference, exposure: HTTPRouteExposure) -> dict[str, Any]:
+    service = {"name": names.http_service(resource.name), "port": names.HTTP_PORT}
     return {
         "matches": [{"path": {"type": "PathPrefix", "value": exposure.path}}],
         # Always set: the default timeout of many gateways would cut off long answers.
         "timeouts": {"request": gateway_duration(exposure.request_timeout)},
-        "backendRefs": [{"name": names.http_service(resource.name), "port": names.HTTP_PORT}],
+        "backendRefs": [pool_backend(resource) or service],
     }

@@ -22,6 +22,7 @@ from megatron_runtime.errors import CoordinatorError, InvalidStateError, Transit
 from megatron_runtime.headers import EngineState
 from megatron_runtime.server.cross_origin import is_cross_origin
 from megatron_runtime.server.documentation import answers
+from megatron_runtime.server.endpoint_picker_metrics import EndpointPickerMetrics
 from megatron_runtime.server.errors import ApiError, unavailable
 from megatron_runtime.server.frontend_context import FrontendContext
 from megatron_runtime.wire.service_state import EngineView, ServiceState
@@ -37,7 +38,9 @@ def load_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
 
     @router.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        return Response(_metrics(await _service(frontend)), media_type=CONTENT_TYPE_LATEST)
+        return Response(
+            _metrics(await _service(frontend), frontend.options.served_name), media_type=CONTENT_TYPE_LATEST
+        )
 
     @router.get("/load")
     async def load() -> dict[str, int]:
@@ -102,12 +105,13 @@ async def _done(request: Request, act: Callable[[], Awaitable[None]]) -> Respons
     return Response()
 
 
-def _metrics(service: ServiceState) -> bytes:
+def _metrics(service: ServiceState, served_name: str) -> bytes:
     """The metrics of all frontends of this pod, and the load of the engines."""
     registry = CollectorRegistry()
     if folder := os.environ.get(FOLDER_VARIABLE):
         MultiProcessCollector(registry, folder)  # type: ignore[no-untyped-call]
     registry.register(_Engines(service.engines))
+    registry.register(EndpointPickerMetrics(service, served_name))
     return generate_latest(registry)
 
 

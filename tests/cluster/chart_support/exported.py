@@ -1,10 +1,10 @@
-"""The metrics that the operator and the runtime export."""
+"""The metrics that operator, activators and runtime export."""
 
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from metrics_reference import of_a_frontend, of_a_pod, of_the_operator
+from metrics_reference import of_a_frontend, of_a_pod, of_an_activator, of_the_operator
 
 BY_SCRAPING = ("namespace", "pod", "container", "job", "instance", "endpoint")
 """Labels that Prometheus adds."""
@@ -27,7 +27,7 @@ class Series:
 def exported() -> dict[str, Series]:
     """All series by name."""
     found: dict[str, Series] = defaultdict(Series)
-    for metric in (*of_the_operator(), *of_a_pod(), *of_a_frontend()):
+    for metric in (*of_the_operator(), *of_an_activator(), *of_a_pod(), *of_a_frontend()):
         for sample in metric.samples:
             series = found[sample.name]
             for label, value in sample.labels.items():

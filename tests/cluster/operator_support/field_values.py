@@ -46,6 +46,8 @@ NEEDED: Mapping[Path, Json] = {
     ("autoSuspend",): {"idleAfter": "1m"},
     ("expose", "httpRoute"): {"parentRefs": [{"name": "g"}]},
     ("expose", "httpRoute", "parentRefs", 0): {"name": "g"},
+    ("expose", "inferencePool"): {"endpointPicker": {"name": "p"}},
+    ("expose", "inferencePool", "endpointPicker"): {"name": "p"},
     ("expose", "clientsFrom"): [{"podSelector": {}}],
     ("expose", "clientsFrom", 0): {"podSelector": {}},
     ("expose", "clientsFrom", 0, "ipBlock"): {"cidr": "10.0.0.0/8"},

@@ -49,7 +49,11 @@ def _spec(*, timeouts: bool) -> Json:
     )
     path = _object(type={**TEXT, "enum": ["Exact", "PathPrefix", "RegularExpression"]}, value=TEXT)
     backend = _object(
-        kind={**TEXT, "default": "Service"}, name=TEXT, port=PORT, weight={"type": "integer", "default": 1}
+        group={**TEXT, "default": ""},
+        kind={**TEXT, "default": "Service"},
+        name=TEXT,
+        port=PORT,
+        weight={"type": "integer", "default": 1},
     )
     duration = {**TEXT, "pattern": "^([0-9]{1,5}(h|m|s|ms)){1,4}$"}
     rule = _object(matches=_list(_object(path=path)), backendRefs=_list(backend))

@@ -12,12 +12,14 @@ from cluster_support.errors import NotReadyError
 Json = dict[str, Any]
 T = TypeVar("T")
 CORE, NETWORKING, GATEWAY = "/api/v1", "/apis/networking.k8s.io/v1", "/apis/gateway.networking.k8s.io/v1"
+INFERENCE = "/apis/inference.networking.k8s.io/v1"
 KINDS = (
     (CORE, "endpoints", "endpoints"),
     (CORE, "pod", "pods"),
     (CORE, "secret", "secrets"),
     (CORE, "service", "services"),
     (GATEWAY, "httproutes.gateway.networking.k8s.io", "httproutes"),
+    (INFERENCE, "inferencepools.inference.networking.k8s.io", "inferencepools"),
     (NETWORKING, "ingress", "ingresses"),
     (NETWORKING, "networkpolicy", "networkpolicies"),
     ("/apis/inference.megatron.dev/v1alpha1", "mi", "megatroninferences"),

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import httpx
+import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer, unused_port
+from aiohttp.test_utils import TestServer, get_unused_port_socket, unused_port
 from planning_support.resources import resource_object
 
-from megatron_operator.activator import service
+from megatron_operator.activator import models, proxy, service
 from megatron_operator.activator.limits import Limits
-from megatron_operator.activator.models import ModelKey, Models
-from megatron_operator.activator.service import Activator
-from megatron_operator.observed_state import AdapterError
+from megatron_operator.activator.meters import ActivatorMeters
+from megatron_operator.activator.models import ModelKey
+from megatron_operator.activator.service import Activator, Served
+from megatron_operator.observed_state import ActionRefused, AdapterError
 
 CHAT = "/models/chat/v1/chat/completions"
 STOPPED_AT = "2026-11-24T10:00:00Z"
 READY = [{"type": "Ready", "status": "True", "reason": "EngineRunning", "lastTransitionTime": STOPPED_AT}]
 UNREADY = [{**READY[0], "status": "False", "reason": "IdleStopped"}]
 SHORT = 0.05
+
+
+def shorten_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that wait look often, and a drain takes no time."""
+    monkeypatch.setattr(proxy, "POLL", 0.02)
+    monkeypatch.setattr(models, "POLL", 0.0)
+    monkeypatch.setattr(service, "ENDPOINT_SECONDS", 0.0)
+    monkeypatch.setattr(service, "LAST_IDLE_SECONDS", 0.0)
 
 
 class ModelInCluster:
@@ -31,18 +42,35 @@ class ModelInCluster:
         self.resource: dict[str, Any] | None = resource_object()
         self.resource["status"] = {"conditions": READY}
         self.reads = 0
+        self.secrets: dict[str, dict[str, str]] | None = {}
+        """Their values by name and key; None: the activator may not read any."""
         self.is_down = False
         self.activated = asyncio.Event()
         self.requests: list[tuple[str, dict[str, str], bytes]] = []
-        self.port = unused_port()
+        self._socket = get_unused_port_socket("127.0.0.1")
+        """Bound from the beginning, so that no other process takes the port before the server listens."""
+        self.port = self._socket.getsockname()[1]
         self.answer: Callable[[web.Request], Any] = self.echo
         self._server: TestServer | None = None
 
-    async def get(self, _kind: str, namespace: str, name: str) -> Mapping[str, Any] | None:
+    async def get(self, kind: str, namespace: str, name: str) -> Mapping[str, Any] | None:
         self.reads += 1
         if self.is_down:
             raise AdapterError("the API server cannot be reached")
+        if kind == "Secret":
+            return self._secret(name)
         return self.resource if (namespace, name) == ("models", "chat") else None
+
+    async def select(self, _kind: str, namespace: str, _selector: str) -> list[Mapping[str, Any]]:
+        return [self.resource] if self.resource is not None and namespace == "models" else []
+
+    def _secret(self, name: str) -> Mapping[str, Any] | None:
+        if self.secrets is None:
+            raise ActionRefused("secrets is forbidden")
+        values = self.secrets.get(name)
+        if values is None:
+            return None
+        return {"data": {key: base64.b64encode(text.encode()).decode() for key, text in values.items()}}
 
     async def patch_status(self, obj: Mapping[str, Any], patch: Mapping[str, Any]) -> Mapping[str, Any] | None:
         assert self.resource is not None
@@ -66,12 +94,13 @@ class ModelInCluster:
     async def start(self) -> None:
         application = web.Application()
         application.router.add_route("*", "/{path:.*}", self._take)
-        self._server = TestServer(application, host="127.0.0.1", port=self.port)
+        self._server = TestServer(application, host="127.0.0.1", socket_factory=lambda *_: self._socket)
         await self._server.start_server()
 
     async def stop(self) -> None:
         if self._server is not None:
             await self._server.close()
+        self._socket.close()
 
     async def _take(self, request: web.Request) -> web.StreamResponse:
         self.requests.append((request.path_qs, dict(request.headers), await request.read()))
@@ -86,12 +115,13 @@ class Client:
     """A client of an activator with these limits."""
 
     def __init__(self, model: ModelInCluster, limits: Limits | None = None, namespaces: tuple[str, ...] = ()) -> None:
-        self.activator = Activator(Models(model), limits or Limits(), namespaces, model.url)
+        self.meters = ActivatorMeters()
+        self.activator = Activator(model, limits or Limits(), Served(namespaces), model.url, self.meters)
 
     async def __aenter__(self) -> Client:
-        self._stop, port = asyncio.Event(), unused_port()
-        served = service.serve(self.activator, "127.0.0.1", port, self._stop, grace=SHORT)
-        self._served = asyncio.create_task(served)
+        self.stop, port = asyncio.Event(), unused_port()
+        served = service.serve(self.activator, "127.0.0.1", port, self.stop, grace=SHORT)
+        self.served = asyncio.create_task(served)
         self.http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False)
         while True:
             try:
@@ -102,11 +132,14 @@ class Client:
 
     async def __aexit__(self, *_: object) -> None:
         await self.http.aclose()
-        self._stop.set()
-        await self._served
+        self.stop.set()
+        await self.served
 
     async def ask(self, **body: Any) -> httpx.Response:
         return await self.http.post(CHAT, json=body)
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        return self.meters.registry.get_sample_value(name, labels)
 
     async def until_held(self, count: int) -> None:
         while self.activator.usage.requests != count:  # noqa: ASYNC110  # nothing reports it

@@ -34,6 +34,7 @@ def test_ping_load_and_metrics_need_no_token(shared_pod: Any) -> None:
     text = shared_pod.http.get("/metrics").text
     assert 'megatron_requests_total{endpoint="/v1/completions",status="200"}' in text
     assert 'megatron_requests_running{replica_group="0"}' in text
+    assert 'vllm:num_requests_waiting{model_name="chat"} 0.0' in text
 
 
 @pytest.mark.parametrize(("method", "path"), PROTECTED)

@@ -84,6 +84,34 @@ class HTTPRouteExposure(Part):
     """Annotations of the HTTPRoute."""
 
 
+class FailureMode(StrEnum):
+    """What a gateway does with a request when the endpoint picker does not answer."""
+
+    FAIL_CLOSE = "FailClose"
+    FAIL_OPEN = "FailOpen"
+
+
+class EndpointPicker(Part):
+    """The Service of an endpoint picker, which chooses a pod for each request."""
+
+    name: DnsName
+    """Name of the Service, in the resource's namespace."""
+    port: Annotated[Integer, Field(ge=1, le=65535)] = 9002
+    """Port of the Service."""
+    failure_mode: FailureMode = FailureMode.FAIL_CLOSE
+    """What the gateway does with a request when the picker does not answer: FailClose rejects it, FailOpen sends it to
+    any pod."""
+
+
+class InferencePoolExposure(Part):
+    """An InferencePool of the Gateway API Inference Extension for the pods with an HTTP frontend."""
+
+    endpoint_picker: EndpointPicker
+    """The endpoint picker of the pool. The operator does not install it."""
+    annotations: dict[str, str] = Field(default={})
+    """Annotations of the InferencePool."""
+
+
 class SelectorOperator(StrEnum):
     """How a requirement of a label selector compares the label."""
 
@@ -183,6 +211,10 @@ class Expose(Part):
     """An Ingress for the HTTP Service, named like the resource. Default: none."""
     http_route: HTTPRouteExposure | None = None
     """An HTTPRoute for the HTTP Service, named like the resource. Default: none. It requires the Gateway API 1.2 or
+    newer. A cluster without it still serves the model, and the condition Degraded says what is missing."""
+    inference_pool: InferencePoolExposure | None = None
+    """An InferencePool named like the resource, to which httpRoute sends the requests instead of the HTTP Service, so
+    that an endpoint picker chooses the pods. Default: none. It requires the Gateway API Inference Extension 1.0 or
     newer. A cluster without it still serves the model, and the condition Degraded says what is missing."""
     clients_from: Annotated[list[NetworkPolicyPeer], Field(min_length=1, max_length=32)] | None = None
     """Clients that may connect to the HTTP port, as in a NetworkPolicy, such as the namespace of the ingress
