@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kernels.compiled import KINDS
 from megatron_runtime.model.kernels.cpu_attention import CpuAttention
@@ -26,6 +27,8 @@ class AttentionPlan(Protocol):
         window: int | None,
         soft_cap: float | None = None,
         value_width: int | None = None,
+        sinks: Tensor | None = None,
+        is_chunked: bool = False,
     ) -> Tensor:
         """Write the new keys and values into ``cache`` and return the attention output: [T, heads, value width].
 
@@ -33,16 +36,20 @@ class AttentionPlan(Protocol):
         ``rotation`` is applied to queries and keys. A query attends to at most the last ``window`` tokens; scores are
         divided by the square root of the key width, and then limited smoothly to plus or minus ``soft_cap``.
 
+        With ``is_chunked``, the positions are divided into chunks of ``window`` tokens, and a query attends to those of
+        its own chunk. ``sinks``, float32 [heads], are scores that take part in the softmax of each query, beside those
+        of the keys.
+
         A ``cache`` of one array holds keys whose last ``value_width`` channels are the values; then ``heads`` is [T,
         heads + kv heads, key width]. In a cache of two arrays, values are as wide as keys.
         """
         ...
 
 
-def plan_attention(batch: ForwardBatch, cache: KVCache) -> AttentionPlan:
-    """The plan for a batch whose tables point into ``cache``."""
+def plan_attention(batch: ForwardBatch, cache: KVCache, config: ModelConfig) -> AttentionPlan:
+    """The plan for a batch whose tables point into ``cache``, for a model with ``config``."""
     if cache.device.type == "cpu" and cache.dtype in KINDS:
         return CpuAttention(batch)
-    if has_gpu_attention(cache):
+    if has_gpu_attention(cache, config):
         return GpuAttention(batch)
     return TorchAttention(batch, cache.block_size_tokens)
