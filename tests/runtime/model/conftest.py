@@ -125,11 +125,12 @@ def _write_gguf(
     rope_factors: Tensor | None = None,
     metadata: Callable[[GGUFWriter], None] = lambda _: None,
     leave_out: Sequence[str] = (),
+    **options: int,
 ) -> Path:
     """Matrices become ``kind``; with ``draw``, which returns the bytes for a shape, the model gets their values."""
     config = model.config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type.removesuffix("_text"))
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, architecture, **options)
     _add_settings(writer, config, architecture)
     metadata(writer)
     names = get_tensor_name_map(MODEL_ARCH_BY_NAME[architecture], config.num_hidden_layers)

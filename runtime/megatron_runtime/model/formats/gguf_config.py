@@ -27,10 +27,6 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     if not isinstance(architecture, str) or architecture not in _FAMILIES:
         raise refuse_architecture(str(file.path), architecture, _FAMILIES)
     values = _Metadata(file, architecture)
-    if (parts := file.metadata.get("split.count", 0)) > 1:
-        raise CheckpointError(
-            f"{file.path}: is one of {parts} parts, expected a whole model. Merge it: llama-gguf-split --merge"
-        )
     heads, hidden = values.number("attention.head_count"), values.number("embedding_length")
     head_dim = int(values.get("attention.key_length", hidden // max(heads, 1)))
     values.require("attention.value_length", head_dim)
