@@ -11,6 +11,7 @@ import gguf
 import pytest
 import torch
 from gguf import GGUFWriter
+from runtime_support.family_models import MINISTRAL_3_ROPE, YARN
 from runtime_support.reference_models import CLOSE, EXPERTS, LLAMA_3, logits_of
 
 from megatron_runtime.errors import CheckpointError
@@ -20,6 +21,19 @@ from megatron_runtime.model.formats.gguf_file import GgufFile
 
 WHOLE_EXPERTS = EXPERTS | {"moe_intermediate_size": 32, "norm_topk_prob": True}
 """Of sizes that GGUF's blocks of 32 divide."""
+OLMO_3_ROPE = {
+    "full_attention": YARN | {"attention_factor": 1.2},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+GPT_OSS = YARN | {"truncate": False}
+LLAMA_4 = {
+    "num_hidden_layers": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 96,
+    "interleave_moe_layer_step": 2,
+}
 GEMMA = {"sliding_window": 6, "query_pre_attn_scalar": 16}
 WriteGguf = Callable[..., Path]
 
@@ -44,6 +58,17 @@ def assert_same_logits(path: Path, model: Any, paged_requests: Any) -> None:
         ("Gemma", {}),
         ("Gemma2", GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
         ("Gemma3", GEMMA | {"num_hidden_layers": 7}),
+        ("SeedOss", {}),
+        ("Ministral3", {"rope_parameters": MINISTRAL_3_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+        ("Starcoder2", {"head_dim": None}),
+        ("Olmo2", {}),
+        ("Olmo3", {"num_hidden_layers": 4, "sliding_window": 6, "rope_parameters": OLMO_3_ROPE}),
+        ("Glm4", {}),
+        ("Cohere", {"use_qk_norm": True, "logit_scale": 0.25}),
+        ("Cohere2", {"num_hidden_layers": 4, "sliding_window": 6}),
+        ("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8}),
+        ("Llama4", LLAMA_4),
+        ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6, "rope_parameters": GPT_OSS}),
     ],
 )
 def test_a_converted_model_has_the_logits_of_the_original(

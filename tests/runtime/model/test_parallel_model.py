@@ -204,8 +204,10 @@ def test_every_format_can_be_shared(
     tmp_path: Path, random_model: Callable[..., Any], write_gguf: Callable[..., Path]
 ) -> None:
     sizes = ParallelSizes(tensor=2)
-    families = {"Llama": {}, "Gemma2": GEMMA | CAPS, "Mixtral": {"num_local_experts": 4}}
-    models = {family: random_model(family, head_dim=8, **(SIZES | settings)) for family, settings in families.items()}
+    families = {"Llama": {}, "Gemma2": GEMMA | CAPS, "Mixtral": {"num_local_experts": 4}, "GptOss": GPT_OSS}
+    models = {
+        family: random_model(family, **(SIZES | {"head_dim": 8} | settings)) for family, settings in families.items()
+    }
     paths = [write_gguf(tmp_path / f"{family}.gguf", model) for family, model in models.items()]
     for name in ("training", "experts", "experts_two_ranks", "latents_of_queries", "gpt2"):
         shutil.unpack_archive(WRITTEN_BY_MEGATRON / f"{name}.zip", tmp_path / name)
