@@ -281,6 +281,13 @@ class ModelConfig:
             raise CheckpointError(
                 f"{source}: the windows of {len(self.layer_windows)} layers are given, expected {self.num_layers}"
             )
+        if (smallest := min((window for window in self.layer_windows if window is not None), default=1)) < 1:
+            raise CheckpointError(f"{source}: attention window is {smallest}, expected 1 or more tokens")
+        if self.query_temperature is not None and self.query_temperature.interval < 1:
+            raise CheckpointError(
+                f"{source}: interval of the query temperature is {self.query_temperature.interval}, expected 1 or more "
+                "tokens"
+            )
         if self.experts is not None:
             self.experts.check(source)
         if not 0 <= self.prediction_layers <= self.num_layers:

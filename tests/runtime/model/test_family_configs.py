@@ -190,6 +190,11 @@ def test_yarn_serves_the_length_that_it_stretches_the_model_to(tmp_path: Path) -
             "rope_type is 'yarn', only 'defa",
         ),
         (plain("llama4_text", num_local_experts=4, layer_types=["full"]), "'full', expected chunked_attention or full"),
+        (plain("gpt_oss", num_local_experts=4, sliding_window=-1), "attention window is -1, expected 1 or more tokens"),
+        (
+            plain("llama4_text", num_local_experts=4, floor_scale=0.5),
+            "interval of the query temperature is 0, expected 1 or",
+        ),
         (plain("cohere2", use_parallel_block=False), "use_parallel_block is False, only True is supported"),
         (plain("minimax_m2", scoring_func="softmax"), "scoring_func is 'softmax', only 'sigmoid' is supported"),
         (

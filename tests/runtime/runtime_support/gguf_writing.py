@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "olmo3": "olmo2",
     "cohere": "command-r",
+    "qwen2_moe": "qwen2moe",
+    "glm4_moe": "glm4moe",
     "minimax_m2": "minimax-m2",
     "gpt_oss": "gpt-oss",
 }
@@ -33,7 +36,7 @@ def _single_tensors(model: Any, architecture: str) -> Iterator[tuple[str, Tensor
     is_transposed = architecture in ("llama4", "gpt-oss")
     for name, tensor in model.state_dict().items():
         if name.endswith("e_score_correction_bias"):
-            yield name.replace(".mlp.e_score_correction_bias", ".block_sparse_moe.e_score_correction.bias"), tensor
+            yield name.removesuffix("_bias") + ".bias", tensor
         elif name.endswith("sinks"):
             yield f"{name}.weight", tensor
         elif (match := re.fullmatch(r"(.+\.experts\.)(gate_up|down)_proj(_bias)?", name)) is None:
@@ -66,16 +69,23 @@ def _add_settings(writer: GGUFWriter, config: Any, architecture: str) -> None:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     _add_rope(writer, config, architecture, head_dim)
     _add_windows(writer, config, architecture)
-    if (experts := getattr(config, "num_local_experts", None)) is not None:
+    if (experts := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)) is not None:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        if architecture in ("qwen3moe", "llama4", "minimax-m2", "gpt-oss"):
+        if architecture in ("qwen2moe", "qwen3moe", "glm4moe", "llama4", "minimax-m2", "gpt-oss"):
             size = getattr(config, "moe_intermediate_size", config.intermediate_size)
             writer.add_expert_feed_forward_length(size)
     if architecture == "llama4":
         writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
-    if architecture == "minimax-m2":
+    if architecture in ("minimax-m2", "glm4moe"):
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    if architecture == "glm4moe":
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+    if architecture == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if hasattr(config, "logit_scale"):
         writer.add_logit_scale(config.logit_scale)
 
@@ -83,7 +93,7 @@ def _add_settings(writer: GGUFWriter, config: Any, architecture: str) -> None:
 def _add_rope(writer: GGUFWriter, config: Any, architecture: str, head_dim: int) -> None:
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
-    if architecture in ("glm4", "minimax-m2"):
+    if architecture in ("glm4", "glm4moe", "minimax-m2", "phi3"):
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     if architecture in ("olmo2", "gpt-oss", "mistral3") and rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(RopeScalingType.YARN)
@@ -95,10 +105,20 @@ def _add_rope(writer: GGUFWriter, config: Any, architecture: str, head_dim: int)
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
+    if rope["rope_type"] == "longrope":
+        original = rope["original_max_position_embeddings"]
+        ratio = math.log(config.max_position_embeddings / original) / math.log(original)
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + ratio))
+        for kind in ("short", "long"):
+            writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
+
 
 def _add_windows(writer: GGUFWriter, config: Any, architecture: str) -> None:
     if architecture in ("gemma2", "gemma3", "cohere2", "gpt-oss") or config.model_type == "olmo3":
         writer.add_sliding_window(config.sliding_window)
+    if architecture == "phi3":
+        writer.add_sliding_window(config.sliding_window or 0)
     if config.model_type == "olmo3":
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if architecture in ("gemma2", "gemma3"):
@@ -142,6 +162,8 @@ def write_gguf_file(
             raw = draw(tuple(tensor.shape))
             tensor[order] = torch.from_numpy(dequantize(raw, kind))
         values = tensor.numpy()[order]
+        if ".shared_expert_gate." in name:
+            values, quantized = values[0], False
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             values = values + 1
         if draw is None or not quantized:

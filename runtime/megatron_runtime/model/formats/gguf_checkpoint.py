@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ROPE_FACTORS = "rope_freqs.weight"
+_COMPUTED_ELSEWHERE = (_ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that change the rotation, and have no place in the decoder."""
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _EXPERT_TENSOR = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|bias)")
 _INTERLEAVED_ROTARY = ("llama", "ministral3")
@@ -36,12 +38,18 @@ class GgufWeights:
         self._config = config
         names = tensor_names(config.architecture)
         layer_names = _layer_names(names)
+        layers = range(config.num_layers, config.num_layers + config.prediction_layers)
+        further = tuple(f"blk.{layer}." for layer in layers)
         self._by_name: dict[str, _Rows] = {}
         for name, tensor in file.tensors.items():
-            if (match := _EXPERT_TENSOR.fullmatch(name)) and len(tensor.shape) >= 2:
+            match = _EXPERT_TENSOR.fullmatch(name)
+            if match and len(tensor.shape) >= 2 and not name.startswith(further):
                 self._by_name |= _expert_rows(tensor, names, *match.groups())
-            elif name != _ROPE_FACTORS:
-                self._by_name[_hugging_face_name(name, names, layer_names)] = _Rows(tensor, tensor.shape, 0)
+            elif name not in _COMPUTED_ELSEWHERE and not name.startswith(further):
+                rows = _Rows(tensor, tensor.shape, 0)
+                if "_inp_shexp." in name and len(tensor.shape) == 1:  # a matrix of one row
+                    rows = _Rows(tensor, (1, *tensor.shape), 0)
+                self._by_name[_hugging_face_name(name, names, layer_names)] = rows
 
     @property
     def location(self) -> str:
@@ -129,16 +137,14 @@ def _expert_rows(tensor: GgufTensor, names: TensorNames, layer: str, part: str, 
 
 def _layer_names(names: TensorNames) -> dict[str, str]:
     """Hugging Face's names of a layer's tensors by those of ggml."""
-    queries, keys, values = names.qkv
+    qkv = ("attn_q", "attn_k", "attn_v") if len(names.qkv) == 3 else ("attn_qkv",)
     shared_gate, shared_up = names.shared_gate_up
     return {
         "attn_norm": names.attention_norm,
         "post_attention_norm": names.attention_output_norm,
         "ffn_norm": names.feed_forward_norm,
         "post_ffw_norm": names.feed_forward_output_norm,
-        "attn_q": queries,
-        "attn_k": keys,
-        "attn_v": values,
+        **dict(zip(qkv, names.qkv, strict=True)),
         "attn_output": names.attention_output,
         "attn_q_norm": names.query_norm,
         "attn_k_norm": names.key_norm,
@@ -146,6 +152,7 @@ def _layer_names(names: TensorNames) -> dict[str, str]:
         "ffn_gate": names.gate_up[0],
         "ffn_up": names.gate_up[-1],
         "ffn_down": names.down,
+        "ffn_gate_inp_shexp": names.shared_expert_gate,
         "ffn_gate_shexp": shared_gate,
         "ffn_up_shexp": shared_up,
         "ffn_down_shexp": names.shared_down,

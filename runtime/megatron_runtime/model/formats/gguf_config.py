@@ -11,7 +11,12 @@ from megatron_runtime.model.config import (
     check_num_layers,
     refuse_architecture,
 )
-from megatron_runtime.model.formats.gguf_families import GGUF_FAMILIES, HUGGING_FACE_NAMES, PARTLY_ROTATED
+from megatron_runtime.model.formats.gguf_families import (
+    GGUF_FAMILIES,
+    HUGGING_FACE_NAMES,
+    PARTLY_ROTATED,
+    WITH_SHARED_EXPERTS,
+)
 from megatron_runtime.model.formats.gguf_file import GgufFile
 from megatron_runtime.model.formats.gguf_metadata import GgufMetadata
 from megatron_runtime.model.formats.rope_fields import yarn_magnitude
@@ -56,19 +61,20 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         attention_output_bias="blk.0.attn_output.bias" in names,
         mlp_bias="blk.0.ffn_down.bias" in names,
         query_key_norm="head" if "blk.0.attn_q_norm.weight" in names else "none",
-        experts=_experts(values),
+        experts=_experts(values, architecture),
     )
     config = GGUF_FAMILIES[architecture](config, values)
     config.check(str(file.path))
     return config
 
 
-def _experts(values: GgufMetadata) -> ExpertsConfig | None:
+def _experts(values: GgufMetadata, architecture: str) -> ExpertsConfig | None:
     """The same value in all layers; None without any."""
     count = int(values.get("expert_count", 0))
     if count == 0:
         return None
-    values.require("expert_shared_count", 0)
+    if architecture not in WITH_SHARED_EXPERTS:
+        values.require("expert_shared_count", 0)
     return ExpertsConfig(
         count=count,
         per_token=values.number("expert_used_count"),

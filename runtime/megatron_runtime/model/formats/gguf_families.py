@@ -10,6 +10,7 @@ from megatron_runtime.model.config import (
     ClampedGate,
     ModelConfig,
     QueryTemperature,
+    RopeScaling,
     RoutingConfig,
     alternating_windows,
 )
@@ -124,6 +125,51 @@ def _minimax_m2(config: ModelConfig, values: GgufMetadata) -> ModelConfig:
     return replace(_routed(config, routing), query_key_norm="projection")
 
 
+def _qwen2_moe(config: ModelConfig, values: GgufMetadata) -> ModelConfig:
+    normalizes = bool(values.get("expert_weights_norm", False))
+    return _with_shared_expert(
+        _routed(config, RoutingConfig(normalize_weights=normalizes)),
+        values.number("expert_shared_feed_forward_length"),
+        has_gate=True,
+    )
+
+
+def _glm4_moe(config: ModelConfig, values: GgufMetadata) -> ModelConfig:
+    """Files count the layers that predict further tokens as layers."""
+    values.require("expert_gating_func", _SIGMOID)
+    routing = RoutingConfig(
+        "sigmoid",
+        normalize_weights=bool(values.get("expert_weights_norm", True)),
+        weight_multiplier=float(values.get("expert_weights_scale", 1.0)),
+        has_selection_bias=True,
+        in_float32=True,
+    )
+    further = int(values.get("nextn_predict_layers", 0))
+    config = replace(_routed(config, routing), num_layers=config.num_layers - further, prediction_layers=further)
+    if (experts := config.experts) is None:
+        return config
+    dense = range(min(int(values.get("leading_dense_block_count", 0)), config.num_layers))
+    config = replace(config, experts=replace(experts, dense_layers=frozenset(dense)))
+    return _with_shared_expert(config, int(values.get("expert_shared_count", 0)) * experts.intermediate_size)
+
+
+def _phi3(config: ModelConfig, values: GgufMetadata) -> ModelConfig:
+    """With LongRoPE if the file has its factors."""
+    window = int(values.get("attention.sliding_window", 0))
+    config = replace(config, layer_windows=(window,) * config.num_layers if window > 0 else ())
+    short, long = (values.vector(f"rope_factors_{name}.weight") for name in ("short", "long"))
+    if not short and not long:
+        return config
+    scaling = RopeScaling(
+        "longrope",
+        original_max_position_embeddings=values.number("rope.scaling.original_context_length"),
+        short_factors=short,
+        long_factors=long,
+        magnitude=float(values.get("rope.scaling.attn_factor", 1.0)),
+    )
+    return replace(config, rope_scaling=scaling)
+
+
 def _llama4(config: ModelConfig, values: GgufMetadata) -> ModelConfig:
     """As in llama.cpp, the chunks, the layers without rotation and the temperature are constants, and the model with
     128 experts has no norms of queries and keys.
@@ -132,14 +178,9 @@ def _llama4(config: ModelConfig, values: GgufMetadata) -> ModelConfig:
     chunk = int(values.get("attention.sliding_window", 8192))
     windows = alternating_windows(chunk, 4, layers)
     config = _routed(config, RoutingConfig("sigmoid", weights_inputs=True))
-    experts = config.experts
-    if experts is not None:
-        sparse = range(every - 1, layers, every)
-        experts = replace(
-            experts,
-            dense_layers=frozenset(range(layers)) - frozenset(sparse),
-            shared_intermediate_size=experts.intermediate_size,
-        )
+    if (experts := config.experts) is not None:
+        dense = frozenset(range(layers)) - frozenset(range(every - 1, layers, every))
+        experts = replace(experts, dense_layers=dense, shared_intermediate_size=experts.intermediate_size)
     return replace(
         config,
         rope_interleave=True,
@@ -171,7 +212,16 @@ def _routed(config: ModelConfig, routing: RoutingConfig) -> ModelConfig:
     return config if config.experts is None else replace(config, experts=replace(config.experts, routing=routing))
 
 
+def _with_shared_expert(config: ModelConfig, size: int, *, has_gate: bool = False) -> ModelConfig:
+    if config.experts is None:
+        return config
+    experts = replace(config.experts, shared_intermediate_size=size, has_shared_expert_gate=has_gate)
+    return replace(config, experts=experts)
+
+
 HUGGING_FACE_NAMES = {
+    "qwen2moe": "qwen2_moe",
+    "glm4moe": "glm4_moe",
     "mistral3": "ministral3",
     "command-r": "cohere",
     "minimax-m2": "minimax_m2",
@@ -179,7 +229,9 @@ HUGGING_FACE_NAMES = {
     "gpt-oss": "gpt_oss",
 }
 """The architectures whose names of tensors are those of another name in Hugging Face's files."""
-PARTLY_ROTATED = ("glm4", "cohere2", "minimax-m2")
+WITH_SHARED_EXPERTS = ("glm4moe",)
+"""The architectures whose files count shared experts."""
+PARTLY_ROTATED = ("glm4", "glm4moe", "phi3", "cohere2", "minimax-m2")
 """The architectures that may rotate a part of each head."""
 _SIGMOID = 2
 """Of ``gguf.ExpertGatingFuncType``."""
@@ -193,6 +245,9 @@ GGUF_FAMILIES: dict[str, Callable[[ModelConfig, GgufMetadata], ModelConfig]] = {
     "glm4": _glm4,
     "command-r": _command_r,
     "cohere2": _cohere2,
+    "phi3": _phi3,
+    "qwen2moe": _qwen2_moe,
+    "glm4moe": _glm4_moe,
     "minimax-m2": _minimax_m2,
     "llama4": _llama4,
     "gpt-oss": _gpt_oss,

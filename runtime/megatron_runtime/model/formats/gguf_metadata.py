@@ -35,6 +35,13 @@ class GgufMetadata:
         """Whether the file has a tensor of this name."""
         return name in self._file.tensors
 
+    def vector(self, name: str) -> tuple[float, ...]:
+        """The numbers in a tensor of one dimension; empty when it is absent."""
+        tensor = self._file.tensors.get(name)
+        if tensor is None:
+            return ()
+        return tuple(float(number) for number in self._file.rows(tensor, slice(0, 1))[0])
+
     def number(self, key: str) -> int:
         """A number that has to be there, as an integer."""
         if f"{self._prefix}.{key}" not in self._file.metadata:
