@@ -6,7 +6,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kernels.compiled import KINDS
 from megatron_runtime.model.kernels.cpu_attention import CpuAttention
@@ -46,10 +45,10 @@ class AttentionPlan(Protocol):
         ...
 
 
-def plan_attention(batch: ForwardBatch, cache: KVCache, config: ModelConfig) -> AttentionPlan:
-    """The plan for a batch whose tables point into ``cache``, for a model with ``config``."""
+def plan_attention(batch: ForwardBatch, cache: KVCache) -> AttentionPlan:
+    """The plan for a batch whose tables point into ``cache``."""
     if cache.device.type == "cpu" and cache.dtype in KINDS:
         return CpuAttention(batch)
-    if has_gpu_attention(cache, config):
+    if has_gpu_attention(cache):
         return GpuAttention(batch)
     return TorchAttention(batch, cache.block_size_tokens)

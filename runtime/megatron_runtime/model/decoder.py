@@ -84,7 +84,7 @@ class Decoder(nn.Module):
         group of several ranks, the rank that samples returns the logits, the others return None. ``tape`` is for the
         experts of this stage's layers; ``pool`` gets hidden states after the last norm, on the last stage.
         """
-        plan = plan_attention(batch, kv_cache, self.config)
+        plan = plan_attention(batch, kv_cache)
         positions = self.positions(batch.positions)
         hidden = self._begin(batch)
         for index, (number, layer) in enumerate(zip(self.shard.layers, self.layers, strict=True)):
@@ -125,7 +125,7 @@ class Decoder(nn.Module):
             cache = KVCache(self.shard.cache_config, 1, block_size_tokens, self.dtype, self.device)
             layers = list(zip(self.shard.layers, self.layers, strict=True))
             vocabulary = self.config.vocab_size if self.ranks.position.samples else None
-            use_kernels(self, layers, self.positions, cache, self.config, vocabulary)
+            use_kernels(self, layers, self.positions, cache, vocabulary)
 
     def replace_with(self, other: Decoder) -> None:
         """Replace the contents by those of another decoder, which must not be used afterwards."""

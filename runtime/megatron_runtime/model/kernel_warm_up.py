@@ -12,11 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.attention import plan_attention
 from megatron_runtime.model.decoder_layer import DecoderLayer
 from megatron_runtime.model.embedding import Embedding
 from megatron_runtime.model.forward_batch import ForwardBatch
-from megatron_runtime.model.kernels.gpu_attention import GpuAttention, has_gpu_attention
 from megatron_runtime.model.kernels.row_kernels import has_row_kernels
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.layers import FeedForward
@@ -34,7 +33,6 @@ def use_kernels(
     layers: Iterable[tuple[int, nn.Module]],
     positions: Positions,
     cache: KVCache,
-    config: ModelConfig,
     sampled_vocabulary: int | None,
 ) -> None:
     """Launch them on a few zeros. The weights may be of any values, and change meanwhile; no rank waits for another.
@@ -44,7 +42,6 @@ def use_kernels(
         layers: The layers of this rank with their numbers in the whole model.
         positions: Their rotations.
         cache: On the same device, of at least one block; it is not written to.
-        config: Of the whole model.
         sampled_vocabulary: The number of logits of a row, if this rank samples.
     """
     device = cache.device
@@ -57,8 +54,7 @@ def use_kernels(
         for module in model.modules():
             if isinstance(module, Embedding):
                 module.look_up_on_gpu(batch)
-        if has_gpu_attention(cache, config):
-            _attend(batch, layers, positions, cache)
+        _attend(batch, layers, positions, cache)
     if sampled_vocabulary is not None:
         from megatron_runtime.gpu import sampling
 
@@ -88,7 +84,7 @@ def _add_and_normalize(norm: Norm, rows: Tensor) -> None:
 
 
 def _attend(batch: ForwardBatch, layers: Iterable[tuple[int, nn.Module]], positions: Positions, cache: KVCache) -> None:
-    plan = GpuAttention(batch)
+    plan = plan_attention(batch, cache)
     prepared = positions(batch.positions)
     done: set[tuple[int, bool]] = set()
     for index, (number, layer) in enumerate(layers):
@@ -102,7 +98,8 @@ def _attend(batch: ForwardBatch, layers: Iterable[tuple[int, nn.Module]], positi
             heads = torch.zeros(
                 *(len(batch.tokens), sum(attention.heads), attention.head_dim), dtype=cache.dtype, device=cache.device
             )
-            plan.attend(heads, rotation, cache.layer(index), attention.window, attention.soft_cap)
+            layer_cache, scoring = cache.layer(index), (attention.window, attention.soft_cap)
+            plan.attend(heads, rotation, layer_cache, *scoring, sinks=attention.sinks, is_chunked=attention.is_chunked)
 
 
 def _batches(block_size_tokens: int, device: torch.device) -> Iterator[ForwardBatch]:

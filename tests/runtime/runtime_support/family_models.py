@@ -129,7 +129,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {}),
     "olmo3": ("Olmo3", {"sliding_window": 6, "layer_types": LAYER_TYPES, "rope_parameters": OLMO_3_ROPE}),
     "seed-oss": ("SeedOss", {"head_dim": 16}),
-    "seed-oss with other biases": ("SeedOss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
+    "seed-oss with other biases": (
+        "SeedOss",
+        {"head_dim": 8, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    ),
     "starcoder2": ("Starcoder2", {}),
     "starcoder2 with a window and without biases": ("Starcoder2", {"sliding_window": 7, "use_bias": False}),
     "glm 4": ("Glm4", {"head_dim": 16}),

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kernels.triton_support import has_triton
 from megatron_runtime.model.kv_cache import KVCache, LayerCache
 from megatron_runtime.model.rotary import Rotation
 
 
-def has_gpu_attention(cache: KVCache, config: ModelConfig) -> bool:
-    """Whether the kernels support the attention of a model, and the device, the layout and the type of its cache."""
-    if cache.device.type != "cuda" or not has_triton() or config.attention_sinks or config.chunked_windows:
+def has_gpu_attention(cache: KVCache) -> bool:
+    """Whether the kernels support the device, the layout and the type of a cache."""
+    if cache.device.type != "cuda" or not has_triton():
         return False
     from megatron_runtime.gpu.attention import can_attend
 
@@ -44,7 +43,5 @@ class GpuAttention:
         """As in AttentionPlan, for a cache of keys and values."""
         from megatron_runtime.gpu.attention import attend
 
-        assert sinks is None, "models with sinks use the attention of PyTorch"
-        assert not (is_chunked and window), "models with chunked windows use the attention of PyTorch"
         assert value_width is None, "latents have a cache of one array"
-        return attend(heads, rotation, cache, self._batch, window, soft_cap)
+        return attend(heads, rotation, cache, self._batch, window, soft_cap, sinks, is_chunked)
