@@ -66,6 +66,25 @@ class PagedBatch:
     """int32 [R, blocks]."""
 
 
+@dataclass(frozen=True)
+class ScoreLimits:
+    """What scores a query has, and how they are limited."""
+
+    window: int | None
+    soft_cap: float | None
+    sinks: Tensor | None
+    is_chunked: bool
+
+    def constants(self) -> dict[str, bool]:
+        """Of all kernels that attend."""
+        is_limited = self.window is not None
+        return {
+            "WINDOWED": is_limited,
+            "CHUNKED": is_limited and self.is_chunked,
+            "HAS_SINKS": self.sinks is not None,
+        }
+
+
 def can_attend(num_arrays: int, width: int, dtype: torch.dtype) -> bool:
     """Whether these kernels support a cache of as many arrays a layer, of this width and type."""
     return num_arrays == 2 and width <= WIDEST and dtype in (torch.float32, torch.float16, torch.bfloat16)
@@ -78,6 +97,8 @@ def attend(
     batch: PagedBatch,
     window: int | None,
     soft_cap: float | None,
+    sinks: Tensor | None = None,
+    is_chunked: bool = False,
 ) -> Tensor:
     """Write new keys and values into the cache, and return what the queries see: [T, query heads, width].
 
@@ -90,13 +111,14 @@ def attend(
         cache: Keys and values, each [blocks, key heads, tokens of a block, width], with equal strides.
         batch: The tables.
         window: Most tokens that a query sees, its own included; None: all.
-        soft_cap: As in AttentionPlan.
+        soft_cap: As in AttentionPlan, also ``sinks`` and ``is_chunked``.
     """
+    limits = ScoreLimits(window, soft_cap, sinks, is_chunked)
     queries = _rotate_and_store(heads, rotation, cache, batch.slots)
     output = torch.empty_like(queries)
     if len(queries) > len(batch.context_lengths):
-        _attend_tiles(output, queries, cache, batch, window, soft_cap)
-    _attend_splits(output, queries, cache, batch, window, soft_cap)
+        _attend_tiles(output, queries, cache, batch, limits)
+    _attend_splits(output, queries, cache, batch, limits)
     return output
 
 
@@ -128,10 +150,10 @@ def _attend_tiles(
     queries: Tensor,
     cache: tuple[Tensor, ...],
     batch: PagedBatch,
-    window: int | None,
-    soft_cap: float | None,
+    limits: ScoreLimits,
 ) -> None:
     keys, values = cache
+    sinks = queries if limits.sinks is None else limits.sinks
     kv_heads, page, width = keys.shape[1:]
     heads, requests = queries.shape[1], len(batch.context_lengths)
     group = power_of_two(heads // kv_heads)
@@ -142,15 +164,16 @@ def _attend_tiles(
         (len(queries) // block_q + requests, kv_heads),
         (
             *(output, queries, keys, values, batch.block_tables, batch.query_starts, batch.context_lengths, requests),
-            *(1 / math.sqrt(width), window or 0, soft_cap or 0.0),
+            *(sinks, 1 / math.sqrt(width), limits.window or 0, limits.soft_cap or 0.0),
             *(keys.stride(0), keys.stride(1), batch.block_tables.stride(0)),
         ),
-        **_constants(heads, width, page, window),
+        **_constants(heads, width, page),
+        **limits.constants(),
         GROUP=heads // kv_heads,
         GROUP_PAD=group,
         BLOCK_Q=block_q,
         BLOCK_N=sizes.keys,
-        CAPPED=soft_cap is not None,
+        CAPPED=limits.soft_cap is not None,
         num_warps=sizes.warps,
         num_stages=sizes.stages,
     )
@@ -161,10 +184,10 @@ def _attend_splits(
     queries: Tensor,
     cache: tuple[Tensor, ...],
     batch: PagedBatch,
-    window: int | None,
-    soft_cap: float | None,
+    limits: ScoreLimits,
 ) -> None:
     keys, values = cache
+    sinks = queries if limits.sinks is None else limits.sinks
     kv_heads, page, width = keys.shape[1:]
     heads, requests = queries.shape[1], len(batch.context_lengths)
     splits = -(-batch.block_tables.shape[1] * page // SPLIT)
@@ -173,14 +196,14 @@ def _attend_splits(
     if splits > 1:
         partial = torch.empty(requests, heads, splits, width, dtype=torch.float32, device=output.device)
         log_sums = torch.empty(requests, heads, splits, dtype=torch.float32, device=output.device)
-    constants = _constants(heads, width, page, window)
+    constants = _constants(heads, width, page) | limits.constants()
     launch(
         attend_splits,
         (requests, kv_heads, splits),
         (
             *(output, partial, log_sums, queries, keys, values),
             *(batch.block_tables, batch.query_starts, batch.context_lengths),
-            *(1 / math.sqrt(width), window or 0, soft_cap or 0.0),
+            *(sinks, 1 / math.sqrt(width), limits.window or 0, limits.soft_cap or 0.0),
             *(keys.stride(0), keys.stride(1), batch.block_tables.stride(0), splits),
         ),
         **constants,
@@ -188,7 +211,7 @@ def _attend_splits(
         GROUP_PAD=max(power_of_two(heads // kv_heads), sizes.rows),
         SPLIT=SPLIT,
         BLOCK_N=sizes.keys,
-        CAPPED=soft_cap is not None,
+        CAPPED=limits.soft_cap is not None,
         IS_WHOLE=splits == 1,
         num_warps=sizes.warps,
         num_stages=sizes.stages,
@@ -198,17 +221,16 @@ def _attend_splits(
         launch(
             merge_splits,
             (requests, heads),
-            (output, partial, log_sums, batch.query_starts, batch.context_lengths, window or 0, splits),
+            (output, partial, log_sums, sinks, batch.query_starts, batch.context_lengths, limits.window or 0, splits),
             **constants,
             SPLIT=SPLIT,
         )
 
 
-def _constants(heads: int, width: int, page: int, window: int | None) -> dict[str, int | bool]:
+def _constants(heads: int, width: int, page: int) -> dict[str, int | bool]:
     return {
         "HEADS": heads,
         "WIDTH": width,
         "WIDTH_PAD": max(power_of_two(width), SMALLEST_DOT),
         "PAGE": page,
-        "WINDOWED": window is not None,
     }

@@ -40,10 +40,22 @@ def softmax_step(top, total, summed, scores, values):
 
 
 @triton.jit
-def no_keys(ROWS: tl.constexpr, WIDTH_PAD: tl.constexpr):
-    """The state of `softmax_step` before the first block."""
+def no_keys(sinks, head, exists, ROWS: tl.constexpr, WIDTH_PAD: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """The state of `softmax_step` before the first block. A sink is like a key with its score and a value of zero."""
     top = tl.full([ROWS], float("-inf"), tl.float32)
-    return top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDTH_PAD], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:
+        top = tl.load(sinks + head, mask=exists, other=0.0) * LOG2_E
+        total += 1.0
+    return top, total, tl.zeros([ROWS, WIDTH_PAD], tl.float32)
+
+
+@triton.jit
+def first_key(position, window, CHUNKED: tl.constexpr):
+    """The first position that queries attend to: that of the window, or of the chunk with ``window`` tokens."""
+    if CHUNKED:
+        return position // window * window
+    return tl.maximum(position - window + 1, 0)
 
 
 @triton.jit
@@ -73,11 +85,11 @@ def request_of_tile(query_starts, tile, num_requests, BLOCK_Q: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_requests", "window", "table_stride"])
 def attend_tiles(
-    output, queries, keys, values, block_tables, query_starts, context_lengths, num_requests, scale, window,
-    soft_cap, block_stride, head_stride, table_stride,
+    output, queries, keys, values, block_tables, query_starts, context_lengths, num_requests, sinks, scale,
+    window, soft_cap, block_stride, head_stride, table_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, HAS_SINKS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Requests with more than one new token: BLOCK_Q queries of the heads of a key head in each program.
 
@@ -100,11 +112,12 @@ def attend_tiles(
     address = ((start + row).to(tl.int64) * HEADS + kv_head * GROUP + member)[:, None] * WIDTH + channel[None, :]
     mine = tl.load(queries + address, mask=exists, other=0.0)
     position = context - count + row
-    top, total, summed = no_keys(BLOCK_Q * GROUP_PAD, WIDTH_PAD)
+    head, is_head = kv_head * GROUP + member, member < GROUP
+    top, total, summed = no_keys(sinks, head, is_head, BLOCK_Q * GROUP_PAD, WIDTH_PAD, HAS_SINKS)
     end = tl.minimum(context, context - count + first + BLOCK_Q)
     begin = 0
     if WINDOWED:
-        begin = tl.maximum(0, context - count + first - window + 1) // BLOCK_N * BLOCK_N
+        begin = first_key(context - count + first, window, CHUNKED) // BLOCK_N * BLOCK_N
     table = block_tables + request.to(tl.int64) * table_stride
     for block in range(begin, end, BLOCK_N):
         key = block + tl.arange(0, BLOCK_N)
@@ -114,7 +127,7 @@ def attend_tiles(
         scores = limited(tl.dot(mine, tl.trans(block_keys), input_precision="ieee"), scale, soft_cap, CAPPED)
         seen = inside[None, :] & (key[None, :] <= position[:, None])
         if WINDOWED:
-            seen = seen & (key[None, :] > position[:, None] - window)
+            seen = seen & (key[None, :] >= first_key(position, window, CHUNKED)[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         block_values = tl.load(values + at, mask=present, other=0.0)
         top, total, summed = softmax_step(top, total, summed, scores, block_values)
@@ -125,11 +138,12 @@ def attend_tiles(
 
 @triton.jit(do_not_specialize=["window", "table_stride", "num_splits"])
 def attend_splits(
-    output, partial, log_sums, queries, keys, values, block_tables, query_starts, context_lengths, scale, window,
-    soft_cap, block_stride, head_stride, table_stride, num_splits,
+    output, partial, log_sums, queries, keys, values, block_tables, query_starts, context_lengths, sinks, scale,
+    window, soft_cap, block_stride, head_stride, table_stride, num_splits,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, IS_WHOLE: tl.constexpr,
+    WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, HAS_SINKS: tl.constexpr, CAPPED: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Requests with one new token: the heads of a key head, over SPLIT tokens of the context, in each program.
 
@@ -144,7 +158,7 @@ def attend_splits(
     begin = split * SPLIT
     end = tl.minimum(context, begin + SPLIT)
     if WINDOWED:
-        begin = tl.maximum(begin, tl.maximum(context - window, 0) // BLOCK_N * BLOCK_N)
+        begin = tl.maximum(begin, first_key(context - 1, window, CHUNKED) // BLOCK_N * BLOCK_N)
     if begin >= end:
         return
     member, channel = tl.arange(0, GROUP_PAD), tl.arange(0, WIDTH_PAD)
@@ -152,7 +166,7 @@ def attend_splits(
     head = kv_head * GROUP + member
     address = (start.to(tl.int64) * HEADS + head)[:, None] * WIDTH + channel[None, :]
     mine = tl.load(queries + address, mask=exists, other=0.0)
-    top, total, summed = no_keys(GROUP_PAD, WIDTH_PAD)
+    top, total, summed = no_keys(sinks, head, member < GROUP, GROUP_PAD, WIDTH_PAD, HAS_SINKS and IS_WHOLE)
     table = block_tables + request.to(tl.int64) * table_stride
     for block in range(begin, end, BLOCK_N):
         key = block + tl.arange(0, BLOCK_N)
@@ -162,7 +176,7 @@ def attend_splits(
         scores = limited(tl.dot(mine, tl.trans(block_keys), input_precision="ieee"), scale, soft_cap, CAPPED)
         seen = inside
         if WINDOWED:
-            seen = seen & (key >= context - window)
+            seen = seen & (key >= first_key(context - 1, window, CHUNKED))
         scores = tl.where(seen[None, :], scores, float("-inf"))
         block_values = tl.load(values + at, mask=present, other=0.0)
         top, total, summed = softmax_step(top, total, summed, scores, block_values)
@@ -177,8 +191,9 @@ def attend_splits(
 
 @triton.jit(do_not_specialize=["window", "num_splits"])
 def merge_splits(
-    output, partial, log_sums, query_starts, context_lengths, window, num_splits,
+    output, partial, log_sums, sinks, query_starts, context_lengths, window, num_splits,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr,
+    CHUNKED: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """The outputs of `attend_splits`, in the order of the splits. Grid: [requests, HEADS]."""
     request = tl.program_id(0)
@@ -189,11 +204,14 @@ def merge_splits(
     context = tl.load(context_lengths + request)
     begin = 0
     if WINDOWED:
-        begin = tl.maximum(context - window, 0) // SPLIT
+        begin = first_key(context - 1, window, CHUNKED) // SPLIT
     channel = tl.arange(0, WIDTH_PAD)
     first = (request.to(tl.int64) * HEADS + head) * num_splits
-    top = tl.full([1], float("-inf"), tl.float32)
+    top = tl.full([1], 0.0 if HAS_SINKS else float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
+    if HAS_SINKS:
+        top += tl.load(sinks + head) * LOG2_E
+        total += 1.0
     summed = tl.zeros([WIDTH_PAD], tl.float32)
     for split in range(begin, tl.cdiv(context, SPLIT)):
         log_sum = tl.load(log_sums + first + split)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,7 +43,7 @@ class ModelSource:
         if self.hf_repo is not None:
             return self.hf_repo
         assert self.path is not None
-        return self.path.stem if self.path.suffix == ".gguf" else self.path.name
+        return re.sub(r"(-[0-9]{5}-of-[0-9]{5})?\.gguf$", "", self.path.name)
 
     @property
     def flag(self) -> str:
@@ -181,7 +182,7 @@ class LaunchOptions:
             raise ConfigurationError(
                 f"--hf-file {self.model.hf_file}: not a .gguf file; omit the flag to load the whole repository"
             )
-        if self.model.path is not None and not self.model.path.exists():
+        if self.model.path is not None and not self.model.path.exists() and not self.model.path.is_symlink():
             raise ConfigurationError(
                 f"{self.model.flag}: no such file or folder; give a .gguf file or a checkpoint folder"
             )

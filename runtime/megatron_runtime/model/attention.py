@@ -26,12 +26,18 @@ class AttentionPlan(Protocol):
         window: int | None,
         soft_cap: float | None = None,
         value_width: int | None = None,
+        sinks: Tensor | None = None,
+        is_chunked: bool = False,
     ) -> Tensor:
         """Write the new keys and values into ``cache`` and return the attention output: [T, heads, value width].
 
         ``heads`` is [T, heads + 2 * kv heads, key width], contiguous: each token's queries, keys and values, before
         ``rotation`` is applied to queries and keys. A query attends to at most the last ``window`` tokens; scores are
         divided by the square root of the key width, and then limited smoothly to plus or minus ``soft_cap``.
+
+        With ``is_chunked``, the positions are divided into chunks of ``window`` tokens, and a query attends to those of
+        its own chunk. ``sinks``, float32 [heads], are scores that take part in the softmax of each query, beside those
+        of the keys.
 
         A ``cache`` of one array holds keys whose last ``value_width`` channels are the values; then ``heads`` is [T,
         heads + kv heads, key width]. In a cache of two arrays, values are as wide as keys.

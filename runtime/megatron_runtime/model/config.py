@@ -8,12 +8,14 @@ from typing import Literal
 
 from megatron_runtime.errors import CheckpointError
 
-NormKind = Literal["rms", "rms_plus_one", "layer"]
-"""``rms``; ``rms_plus_one``, whose stored weights are one less; ``layer``: mean and variance, with a bias."""
+NormKind = Literal["rms", "rms_plus_one", "layer", "layer_without_bias"]
+"""``rms``; ``rms_plus_one``, whose stored weights are one less; ``layer``: mean and variance, with a bias or none."""
 NormPlacement = Literal["before", "after", "around"]
 """Where attention and feed-forward are normalized: their input, their output, or both."""
-QueryKeyNorm = Literal["none", "head", "projection"]
-"""Whether queries and keys are normalized before the rotation: per head, or over all heads."""
+QueryKeyNorm = Literal["none", "head", "each_head", "projection", "unweighted"]
+"""Whether queries and keys are normalized before the rotation: per head, with weights for each head, or over all heads;
+``unweighted``: per head without weights, in the layers with a rotation.
+"""
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 RoutingScores = Literal["softmax", "sigmoid"]
 """The score of an expert: a softmax over all experts, or the sigmoid of its own logit."""
@@ -52,6 +54,29 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class QueryTemperature:
+    """A factor of the queries that grows with the position: ``1 + strength * log(1 + floor((p + offset) / interval))``
+    for position p (Nakanishi, Scalable-Softmax).
+    """
+
+    strength: float
+    interval: int
+    offset: int = 0
+    only_unrotated: bool = False
+    """Whether only the layers without rotation have it."""
+
+
+@dataclass(frozen=True)
+class ClampedGate:
+    """Feed-forward with ``gate * sigmoid(alpha * gate) * (up + 1)``, of a gate up to ``limit`` and an ``up`` between
+    minus and plus ``limit`` (OpenAI, gpt-oss).
+    """
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
 class RoutingConfig:
     """How a router selects the experts of a token, and how it weights them."""
 
@@ -69,6 +94,8 @@ class RoutingConfig:
     group_scores: GroupScores = "max"
     weights_inputs: bool = False
     """Whether the weights multiply the inputs of the experts instead of the outputs."""
+    has_bias: bool = False
+    """Whether logits have a bias."""
     in_float32: bool = False
     """Whether logits are computed in float32 for every dtype of the model."""
 
@@ -168,15 +195,26 @@ class ModelConfig:
     query_key_norm: QueryKeyNorm = "none"
     layer_windows: tuple[int | None, ...] = ()
     """Attention window of each layer in tokens; None means no limit. Empty: no layer has a window."""
+    chunked_windows: bool = False
+    """Whether a window is a chunk of the sequence: a token attends to the tokens of its own chunk, up to itself."""
+    attention_sinks: bool = False
+    """Whether each query head has a learned score that takes part in the softmax, without a value (Xiao et al.)."""
+    query_temperature: QueryTemperature | None = None
     norm: NormKind = "rms"
     norm_placement: NormPlacement = "before"
+    parallel_feed_forward: bool = False
+    """Whether the feed-forward network has the same input as attention, and no norm of its own (GPT-J)."""
     activation: Activation = "silu"
+    clamped_gate: ClampedGate | None = None
+    """Replaces the activation."""
     gated_feed_forward: bool = True
     experts: ExpertsConfig | None = None
     latent_attention: LatentAttentionConfig | None = None
     """None: grouped-query attention."""
     rotary_dim: int | None = None
     """Number of leading channels of each head that are rotated; None means all."""
+    rope_interleave: bool = False
+    """Whether adjacent channels are rotated together, instead of channels of the first and the second half."""
     local_rope_theta: float | None = None
     """The rotary base, without scaling, of the layers with a window; None: that of the other layers."""
     unrotated_layers: frozenset[int] = frozenset()
@@ -242,6 +280,13 @@ class ModelConfig:
         if self.layer_windows and len(self.layer_windows) != self.num_layers:
             raise CheckpointError(
                 f"{source}: the windows of {len(self.layer_windows)} layers are given, expected {self.num_layers}"
+            )
+        if (smallest := min((window for window in self.layer_windows if window is not None), default=1)) < 1:
+            raise CheckpointError(f"{source}: attention window is {smallest}, expected 1 or more tokens")
+        if self.query_temperature is not None and self.query_temperature.interval < 1:
+            raise CheckpointError(
+                f"{source}: interval of the query temperature is {self.query_temperature.interval}, expected 1 or more "
+                "tokens"
             )
         if self.experts is not None:
             self.experts.check(source)

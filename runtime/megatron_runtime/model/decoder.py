@@ -85,10 +85,10 @@ class Decoder(nn.Module):
         experts of this stage's layers; ``pool`` gets hidden states after the last norm, on the last stage.
         """
         plan = plan_attention(batch, kv_cache)
-        rotations = self.positions(batch.positions)
+        positions = self.positions(batch.positions)
         hidden = self._begin(batch)
         for index, (number, layer) in enumerate(zip(self.shard.layers, self.layers, strict=True)):
-            hidden = layer(hidden, rotations[number], plan, kv_cache.layer(index), tape)
+            hidden = layer(hidden, positions[number], plan, kv_cache.layer(index), tape)
         if self.head is None:
             if not self.ranks.position.is_last_stage:
                 self.ranks.send(hidden)

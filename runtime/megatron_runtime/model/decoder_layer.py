@@ -12,7 +12,7 @@ from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.latent_attention import MLASelfAttention
 from megatron_runtime.model.layers import FeedForward
 from megatron_runtime.model.norms import Norm, add_and_normalize, make_norm
-from megatron_runtime.model.rotary import Rotation
+from megatron_runtime.model.positions import LayerPositions
 from megatron_runtime.model.routing_tape import RoutingTape
 from megatron_runtime.model.self_attention import SelfAttention
 from megatron_runtime.model.shard import Shard
@@ -37,7 +37,8 @@ class DecoderLayer(nn.Module):
         self.attention_norm = norm("before", "around")
         self.attention = make_attention(shard, layer, dtype, ranks)
         self.attention_output_norm = norm("after", "around")
-        self.feed_forward_norm = norm("before", "around")
+        self.is_parallel = config.parallel_feed_forward
+        self.feed_forward_norm = nn.Identity() if self.is_parallel else norm("before", "around")
         experts = config.experts_of(layer)
         self.feed_forward: FeedForward | Experts = (
             FeedForward(config, len(shard.channels), dtype, adds_bias=shard.position.tensor_rank == 0)
@@ -51,14 +52,18 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        rotary: Rotation | None,
+        positions: LayerPositions,
         plan: AttentionPlan,
         cache: LayerCache,
         tape: RoutingTape | None = None,
     ) -> Tensor:
         """[T, hidden] to [T, hidden]."""
-        attended = self.sum_parts(self.attention(self.attention_norm(hidden), rotary, plan, cache))
-        attended = self.attention_output_norm(attended)
+        normed = self.attention_norm(hidden)
+        attended = self.attention(normed, positions, plan, cache)
+        if self.is_parallel:
+            update = self.attention_output_norm(self.sum_parts(attended + self.feed_forward(normed)))
+            return hidden.add(update, alpha=self.residual_multiplier)
+        attended = self.attention_output_norm(self.sum_parts(attended))
         hidden, normed = add_and_normalize(hidden, attended, self.residual_multiplier, self.feed_forward_norm)
         is_recorded = tape is not None and isinstance(self.feed_forward, Experts)
         fed = self.sum_feed_forward(self.feed_forward(normed, tape) if is_recorded else self.feed_forward(normed))

@@ -85,11 +85,11 @@ def _add_and_normalize(norm: Norm, rows: Tensor) -> None:
 
 def _attend(batch: ForwardBatch, layers: Iterable[tuple[int, nn.Module]], positions: Positions, cache: KVCache) -> None:
     plan = plan_attention(batch, cache)
-    rotations = positions(batch.positions)
+    prepared = positions(batch.positions)
     done: set[tuple[int, bool]] = set()
     for index, (number, layer) in enumerate(layers):
         assert isinstance(layer, DecoderLayer)
-        attention, rotation = layer.attention, rotations[number]
+        attention, rotation = layer.attention, prepared[number].rotation
         if not isinstance(attention, SelfAttention):
             continue
         kind = 0 if rotation is None else rotation[0].shape[-1], attention.window is None
@@ -98,7 +98,8 @@ def _attend(batch: ForwardBatch, layers: Iterable[tuple[int, nn.Module]], positi
             heads = torch.zeros(
                 *(len(batch.tokens), sum(attention.heads), attention.head_dim), dtype=cache.dtype, device=cache.device
             )
-            plan.attend(heads, rotation, cache.layer(index), attention.window, attention.soft_cap)
+            layer_cache, scoring = cache.layer(index), (attention.window, attention.soft_cap)
+            plan.attend(heads, rotation, layer_cache, *scoring, sinks=attention.sinks, is_chunked=attention.is_chunked)
 
 
 def _batches(block_size_tokens: int, device: torch.device) -> Iterator[ForwardBatch]:

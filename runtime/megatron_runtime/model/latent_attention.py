@@ -13,7 +13,7 @@ from megatron_runtime.model.kernels.latent_products import absorb, expand
 from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.layers import Linear
 from megatron_runtime.model.norms import RMSNorm
-from megatron_runtime.model.rotary import Rotation
+from megatron_runtime.model.positions import LayerPositions
 from megatron_runtime.model.shard import Shard
 
 
@@ -54,8 +54,8 @@ class MLASelfAttention(nn.Module):
         """Of each head, the rows that project a latent to its key, then those that project it to its value."""
         self.output = Linear(self.heads * latent.v_head_dim, hidden, bias=config.attention_output_bias, dtype=dtype)
 
-    def forward(self, hidden: Tensor, rotary: Rotation | None, plan: AttentionPlan, cache: LayerCache) -> Tensor:
-        """[T, hidden] to [T, hidden]; without ``rotary`` queries and keys are not rotated."""
+    def forward(self, hidden: Tensor, positions: LayerPositions, plan: AttentionPlan, cache: LayerCache) -> Tensor:
+        """[T, hidden] to [T, hidden]."""
         queries, rotated = self._project_queries(hidden), self.latent.qk_rope_head_dim
         latents, rotated_keys = self.kv_down(hidden).split([self.latent.kv_lora_rank, rotated], dim=-1)
         up = self.kv_up.view(self.heads, -1, self.latent.kv_lora_rank)
@@ -66,7 +66,9 @@ class MLASelfAttention(nn.Module):
         rows[:, :-1] *= self.query_multiplier
         rows[:, -1, :rotated] = self._halves(rotated_keys)
         rows[:, -1, rotated:] = self.kv_down_norm(latents)
-        seen = plan.attend(rows, rotary, cache, self.window, self.soft_cap, value_width=self.latent.kv_lora_rank)
+        seen = plan.attend(
+            rows, positions.rotation, cache, self.window, self.soft_cap, value_width=self.latent.kv_lora_rank
+        )
         projected: Tensor = self.output(expand(seen, up, self.latent.v_head_dim).flatten(1))
         return projected
 

@@ -48,6 +48,7 @@ class FeedForward(nn.Module):
     ) -> None:
         super().__init__()
         self.gated = config.gated_feed_forward
+        self.clamped_gate = config.clamped_gate
         self.is_silu_gated = self.gated and config.activation == "silu"
         self.activation = config.activation
         self.activate = _ACTIVATIONS[config.activation]
@@ -62,6 +63,11 @@ class FeedForward(nn.Module):
 
     def combine(self, widened: Tensor) -> Tensor:
         """The input of ``down`` from the output of ``gate_up``."""
+        if self.clamped_gate is not None:
+            gate, up = widened.chunk(2, dim=-1)
+            alpha, limit = self.clamped_gate.alpha, self.clamped_gate.limit
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            return gate * torch.sigmoid(alpha * gate) * (up + 1)
         if self.is_silu_gated and has_row_kernels(widened):
             return gated_silu(widened)
         if self.gated and has_gpu_row_kernels(widened):

@@ -76,9 +76,32 @@ class LayerNorm(nn.Module):
         return functional.layer_norm(inputs, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-Norm = RMSNorm | LayerNorm
-_KINDS: dict[str, type[Norm]] = {"rms": RMSNorm, "rms_plus_one": RMSNormPlusOne, "layer": LayerNorm}
-_NAMES = {kind: name for name, kind in _KINDS.items()}
+class LayerNormWithoutBias(nn.Module):
+    """The same without a bias (Cohere).
+
+    Weights of several dimensions are those of separate heads; each head is normalized over its own channels.
+    """
+
+    def __init__(self, size: int | tuple[int, ...], eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Normalize over the last dimension."""
+        normalized = functional.layer_norm(inputs.float(), inputs.shape[-1:], eps=self.eps)
+        return (normalized * self.weight.float()).to(inputs.dtype)
+
+
+Norm = RMSNorm | LayerNorm | LayerNormWithoutBias
+_KINDS: dict[str, type[Norm]] = {
+    "rms": RMSNorm,
+    "rms_plus_one": RMSNormPlusOne,
+    "layer": LayerNorm,
+    "layer_without_bias": LayerNormWithoutBias,
+}
+_NAMES: dict[type[nn.Module], str] = {RMSNorm: "rms", RMSNormPlusOne: "rms_plus_one", LayerNorm: "layer"}
+"""The kinds with kernels for GPUs."""
 
 
 def add_and_normalize(

@@ -90,9 +90,16 @@ def _grouped_query_attention(attention: SelfAttention, names: TensorNames, shard
     queries = _heads(shard.query_heads, config.num_attention_heads, size)
     keys = _heads(shard.kv_heads, config.num_kv_heads, size)
     if attention.query_norm is not None and attention.key_norm is not None:
-        together = attention.norms_whole_projection
-        yield from norm_placements(attention.query_norm, names.query_norm, queries.chunk if together else None).items()
-        yield from norm_placements(attention.key_norm, names.key_norm, keys.chunk if together else None).items()
+        of_queries: range | None = None
+        of_keys: range | None = None
+        if attention.norms_whole_projection:
+            of_queries, of_keys = queries.chunk, keys.chunk
+        elif config.query_key_norm == "each_head":
+            of_queries, of_keys = shard.query_heads, shard.kv_heads
+        yield from norm_placements(attention.query_norm, names.query_norm, of_queries).items()
+        yield from norm_placements(attention.key_norm, names.key_norm, of_keys).items()
+    if attention.sinks is not None:
+        yield names.attention_sinks, Placement(attention.sinks, (shard.query_heads,))
     yield from _rows(attention.qkv, names.qkv, [queries, keys, keys], names)
     yield from _columns(attention.output, names.attention_output, queries, names)
 

@@ -17,6 +17,7 @@ from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.formats.checkpoint_path import checkpoint_path
 from megatron_runtime.model.formats.origin import Origin
 from megatron_runtime.model.formats.safetensors_checkpoint import SafetensorsWeights
+from megatron_runtime.model.formats.stacked_experts import single_experts
 from megatron_runtime.model.formats.tensor_names import name_of_tied_head
 from megatron_runtime.model.formats.weight_source import StoredTensor, WeightSource
 from megatron_runtime.model.megatron import from_live_model, is_megatron_state
@@ -166,6 +167,7 @@ def _read_checkpoint(model: Decoder, given: Path) -> Decoder:
 
 def _read_tensors(model: Decoder, source: WeightSource) -> Decoder:
     """Without an origin: a file of tensors alone is written for one update, and may be deleted afterwards."""
+    source = single_experts(source, model.config)
     check_fit(model.config, source)
     fresh = Decoder(model.config, dtype=model.dtype, device="cpu", ranks=model.ranks)
     fill(fresh, source, None, check_finite=True)

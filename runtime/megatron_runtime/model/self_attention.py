@@ -6,12 +6,13 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from megatron_runtime.model.attention import AttentionPlan
 from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.layers import Linear
-from megatron_runtime.model.norms import Norm, make_norm
-from megatron_runtime.model.rotary import Rotation
+from megatron_runtime.model.norms import LayerNormWithoutBias, Norm, make_norm
+from megatron_runtime.model.positions import LayerPositions
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.ranks import Ranks
 
@@ -28,7 +29,13 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.heads = (config.num_attention_heads, config.num_kv_heads, config.num_kv_heads)
         self.window = config.window(layer)
+        self.is_chunked = config.chunked_windows
         self.soft_cap = config.attention_soft_cap
+        self.sinks: nn.Parameter | None = None
+        """Scores that take part in the softmax, one for each query head."""
+        if config.attention_sinks:
+            sinks = torch.empty(config.num_attention_heads, dtype=torch.float32)
+            self.sinks = nn.Parameter(sinks, requires_grad=False)
         self.clip = config.query_key_value_clip
         # The kernels divide by the square root of the head dimension; another scale is applied to the queries.
         scale = config.attention_scale
@@ -41,14 +48,24 @@ class SelfAttention(nn.Module):
         self.norms_whole_projection = config.query_key_norm == "projection"
         self.query_norm: Norm | None = None
         self.key_norm: Norm | None = None
-        if config.query_key_norm != "none":
+        self.rotary_dim = config.rotary_dim or config.head_dim
+        self.is_interleaved = config.rope_interleave and layer not in config.unrotated_layers
+        self.unweighted_eps: float | None = None
+        """Epsilon of a norm without weights."""
+        if config.query_key_norm == "unweighted":
+            self.unweighted_eps = config.rms_norm_eps if layer not in config.unrotated_layers else None
+        elif config.query_key_norm == "each_head":
+            self.query_norm, self.key_norm = (
+                LayerNormWithoutBias((count, config.head_dim), config.rms_norm_eps, dtype) for count in self.heads[:2]
+            )
+        elif config.query_key_norm != "none":
             query_heads, key_heads = self.heads[:2] if self.norms_whole_projection else (1, 1)
             among = ranks if self.norms_whole_projection else None
             self.query_norm = make_norm(config, query_heads * config.head_dim, dtype, among)
             self.key_norm = make_norm(config, key_heads * config.head_dim, dtype, among)
 
-    def forward(self, hidden: Tensor, rotary: Rotation | None, plan: AttentionPlan, cache: LayerCache) -> Tensor:
-        """[T, hidden] to [T, hidden]; without ``rotary`` queries and keys are not rotated."""
+    def forward(self, hidden: Tensor, positions: LayerPositions, plan: AttentionPlan, cache: LayerCache) -> Tensor:
+        """[T, hidden] to [T, hidden]."""
         heads = self.qkv(hidden).view(len(hidden), -1, self.head_dim)
         if self.head_order is not None:
             heads = heads.index_select(1, self.head_order)
@@ -57,11 +74,23 @@ class SelfAttention(nn.Module):
             heads = torch.cat(
                 (self._normalize(self.query_norm, queries), self._normalize(self.key_norm, keys), values), 1
             )
+        turned = heads[:, : -self.heads[2]]
+        if self.unweighted_eps is not None:
+            # The rotation does not change the norm, so the order of both does not matter.
+            turned.copy_(functional.rms_norm(turned.float(), (self.head_dim,), eps=self.unweighted_eps))
+        if self.is_interleaved:
+            # The kernels rotate the channels of the first half with those of the second one.
+            pairs = turned[..., : self.rotary_dim].unflatten(-1, (-1, 2))
+            turned[..., : self.rotary_dim] = pairs.transpose(-1, -2).flatten(-2)
         if self.clip is not None:
             heads = heads.clamp(-self.clip, self.clip)
         if self.query_multiplier is not None:
             heads[:, : self.heads[0]] *= self.query_multiplier
-        seen = plan.attend(heads, rotary, cache, self.window, self.soft_cap)
+        if positions.query_scale is not None:
+            heads[:, : self.heads[0]] *= positions.query_scale
+        seen = plan.attend(
+            heads, positions.rotation, cache, self.window, self.soft_cap, sinks=self.sinks, is_chunked=self.is_chunked
+        )
         projected: Tensor = self.output(seen.flatten(1))
         return projected
 

@@ -11,7 +11,13 @@ from engine_support.random_llama import random_llama
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.inference_request import DynamicInferenceRequestRecord
-from megatron_runtime.model.config import LatentAttentionConfig
+from megatron_runtime.model.config import (
+    ClampedGate,
+    ExpertsConfig,
+    LatentAttentionConfig,
+    QueryTemperature,
+    RoutingConfig,
+)
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.tokenizer import Tokenizer
@@ -22,17 +28,37 @@ SHARED = [[*range(70), row, row + 1] for row in range(4)]
 
 
 LATENT = LatentAttentionConfig(kv_lora_rank=96, q_lora_rank=80, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=24)
+CHUNKS_AND_SINKS: dict[str, Any] = {
+    "layer_windows": (24, None),
+    "chunked_windows": True,
+    "attention_sinks": True,
+    "unrotated_layers": frozenset({1}),
+    "rope_interleave": True,
+    "query_temperature": QueryTemperature(0.5, 16, offset=1),
+    "query_key_norm": "unweighted",
+    "norm": "layer_without_bias",
+    "mlp_bias": True,
+    "clamped_gate": ClampedGate(1.7, 0.5),
+    "experts": ExpertsConfig(4, 2, 96, RoutingConfig("sigmoid", weights_inputs=True, has_bias=True)),
+}
+"""Features of Llama 4, Command R and gpt-oss in one model."""
 
 
 @pytest.fixture(
     scope="module",
-    params=[(torch.float32, None), (torch.bfloat16, None), (torch.float32, LATENT), (torch.bfloat16, LATENT)],
-    ids=["torch.float32", "torch.bfloat16", "latents-torch.float32", "latents-torch.bfloat16"],
+    params=[
+        (torch.float32, {}),
+        (torch.bfloat16, {}),
+        (torch.float32, {"latent_attention": LATENT}),
+        (torch.bfloat16, {"latent_attention": LATENT}),
+        (torch.bfloat16, CHUNKS_AND_SINKS),
+    ],
+    ids=["torch.float32", "torch.bfloat16", "latents-torch.float32", "latents-torch.bfloat16", "chunks-and-sinks"],
 )
 def model(request: pytest.FixtureRequest) -> Decoder:
     """Large enough for the matrix kernels' paths for few and for many rows."""
-    dtype, latent = request.param
-    model = random_llama(hidden=128, intermediate=2048, std=0.1, dtype=dtype, latent_attention=latent)
+    dtype, changes = request.param
+    model = random_llama(hidden=128, intermediate=2048, std=0.1, dtype=dtype, **changes)
     model.prepare()
     return model
 

@@ -38,6 +38,13 @@ class Shape:
     soft_cap: float | None = None
     turned: int | None = None
     """Rotated channels; None: all."""
+    has_sinks: bool = False
+    is_chunked: bool = False
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """Of each query head, some of which take most of the softmax."""
+        return torch.linspace(-3.0, 5.0, self.heads[0]) if self.has_sinks else None
 
 
 DECODE = ((1, 1), (17, 1), (70, 1))
@@ -53,6 +60,10 @@ SHAPES = {
     "soft cap and window": Shape(((75, 1), (40, 9)), (2, 1), 32, 256, window=20, soft_cap=5.0),
     "width 256": Shape(((20, 1), (9, 9)), (2, 1), 256, 16),
     "half of the channels rotated": Shape(MIXED, (2, 1), 64, 8, turned=32),
+    "sinks": Shape(MIXED, (6, 2), 64, 16, has_sinks=True),
+    "sinks and windows": Shape(((70, 1), (66, 20), (3, 1)), (4, 2), 64, 16, window=13, has_sinks=True),
+    "chunks": Shape(((70, 1), (66, 20), (65, 1), (40, 40)), (4, 2), 64, 16, window=13, is_chunked=True),
+    "chunks and sinks": Shape(((64, 1), (70, 37)), (4, 2), 64, 16, window=32, is_chunked=True, has_sinks=True),
     "none rotated": Shape(((3, 1), (9, 4)), (2, 1), 64, 8, turned=0),
 }
 
@@ -62,19 +73,26 @@ SHAPES = {
 def test_attention_equals_that_of_float64(shape: Shape, dtype: torch.dtype) -> None:
     case = PagedCase.random(shape.lengths, shape.heads, shape.width, shape.page, dtype, turned=shape.turned)
     before = [array.clone() for array in case.cache]
-    seen = case.attend(shape.window, shape.soft_cap)
+    scoring = (shape.window, shape.soft_cap, shape.sinks, shape.is_chunked)
+    seen = case.attend(*scoring)
     case.check_cache(before)
-    expected = case.expected(shape.window, shape.soft_cap)
+    expected = case.expected(*scoring)
     assert seen.isfinite().all()
     error = (seen.double() - expected).norm() / expected.norm()
     assert error < (5e-6 if dtype is torch.float32 else 1e-3)
 
 
-@pytest.mark.parametrize("window", [None, 600])
-def test_contexts_of_several_splits_are_merged(window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("window", "sinks", "is_chunked"),
+    [(None, None, False), (600, None, False), (None, torch.tensor([1.0, 6.0]), False), (700, None, True)],
+    ids=["all", "window", "sinks", "chunks"],
+)
+def test_contexts_of_several_splits_are_merged(
+    window: int | None, sinks: torch.Tensor | None, is_chunked: bool
+) -> None:
     lengths = ((attention.SPLIT, 1), (attention.SPLIT + 1, 1), (2 * attention.SPLIT + 100, 1), (3, 1))
     case = PagedCase.random(lengths, (2, 1), 64, 128, torch.float32)
-    seen, expected = case.attend(window, None), case.expected(window, None)
+    seen, expected = (compute(window, None, sinks, is_chunked) for compute in (case.attend, case.expected))
     assert (seen.double() - expected).norm() / expected.norm() < 5e-6
 
 

@@ -12,7 +12,7 @@ from runtime_support.byte_backend import END, byte_backend
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.model.config import ExpertsConfig, ModelConfig
+from megatron_runtime.model.config import ClampedGate, ExpertsConfig, ModelConfig, QueryTemperature
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
@@ -103,6 +103,13 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "means, no gate, learned positions": {
         "model": {"norm": "layer", "gated_feed_forward": False, "activation": "gelu", "learned_positions": 512}
+    },
+    "chunks of attention, sinks, a temperature, clamped gates": {
+        "model": {
+            **{"layer_windows": (8, None), "chunked_windows": True, "attention_sinks": True},
+            **{"query_temperature": QueryTemperature(0.3, 8), "query_key_norm": "unweighted", "rope_interleave": True},
+            **{"norm": "layer_without_bias", "parallel_feed_forward": True, "clamped_gate": ClampedGate(1.7, 0.5)},
+        }
     },
     "experts": {"model": {"architecture": "mixtral", "experts": EXPERTS}},
     "chunks and prefixes": {"config": {"max_tokens": 16, "enable_prefix_caching": True}},

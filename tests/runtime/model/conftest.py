@@ -1,25 +1,17 @@
-"""Small random models, requests for them, and a writer of GGUF files."""
+"""Small random models, and requests for them."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
-from gguf.quants import dequantize, quantize
+from runtime_support.gguf_writing import write_gguf_file
 from runtime_support.paged_requests import PagedRequests
 from runtime_support.reference_models import SIZES, new_model, selection_biases
-from torch import Tensor
-
-ARCHITECTURES = {"mixtral": "llama", "mistral": "llama", "qwen3_moe": "qwen3moe"}
-"""Of GGUF by those of transformers, where they differ."""
-MODEL_ARCH_BY_NAME: dict[str, MODEL_ARCH] = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
 
 BLOCK_SIZES = {
     "vocab_size": 64,
@@ -73,88 +65,4 @@ def _random_model(family: str = "Llama", *, kind: str = "ForCausalLM", std: floa
 @pytest.fixture(scope="session")
 def write_gguf() -> Callable[..., Path]:
     """``write_gguf(path, model, ...)``: a transformers model as llama.cpp's converter would write it."""
-    return _write_gguf
-
-
-def _gguf_parts(name: str, raw: np.ndarray, names: Any) -> list[tuple[str, np.ndarray]]:
-    """A tensor under its name in GGUF; gate and up of experts are separate, which transformers stores together."""
-    if match := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj", name):
-        parts = [raw] if match[2] == "down" else np.split(raw, 2, axis=1)
-        return [
-            (f"blk.{match[1]}.ffn_{kind}_exps.weight", np.ascontiguousarray(part))
-            for kind, part in zip(match[2].split("_"), parts, strict=True)
-        ]
-    stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
-    assert stored is not None
-    return [(stored, raw)]
-
-
-def _add_settings(writer: GGUFWriter, config: Any, architecture: str) -> None:
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    rope = config.rope_parameters
-    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    if architecture in ("gemma2", "gemma3"):
-        writer.add_sliding_window(config.sliding_window)
-        for cap, add in (
-            (config.attn_logit_softcapping, writer.add_attn_logit_softcapping),
-            (config.final_logit_softcapping, writer.add_final_logit_softcapping),
-        ):
-            if cap is not None:
-                add(cap)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if (experts := getattr(config, "num_local_experts", None)) is not None:
-        writer.add_expert_count(experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        if architecture == "qwen3moe":
-            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-
-
-def _write_gguf(
-    path: Path,
-    model: Any,
-    *,
-    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
-    draw: Callable[[tuple[int, ...]], np.ndarray] | None = None,
-    rope_factors: Tensor | None = None,
-    metadata: Callable[[GGUFWriter], None] = lambda _: None,
-    leave_out: Sequence[str] = (),
-) -> Path:
-    """Matrices become ``kind``; with ``draw``, which returns the bytes for a shape, the model gets their values."""
-    config = model.config
-    architecture = ARCHITECTURES.get(config.model_type, config.model_type.removesuffix("_text"))
-    writer = GGUFWriter(path, architecture)
-    _add_settings(writer, config, architecture)
-    metadata(writer)
-    names = get_tensor_name_map(MODEL_ARCH_BY_NAME[architecture], config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
-        if name in leave_out or (name == "lm_head.weight" and config.tie_word_embeddings):
-            continue
-        order = np.arange(len(tensor))
-        if architecture == "llama" and (match := re.search(r"\.([qk])_proj\.", name)):
-            heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
-            order = order.reshape(heads, 2, -1).swapaxes(1, 2).flatten()
-        quantized = tensor.ndim > 1 and ".mlp.gate." not in name
-        if draw is not None and quantized:
-            raw = draw(tuple(tensor.shape))
-            tensor[order] = torch.from_numpy(dequantize(raw, kind))
-        values = tensor.numpy()[order]
-        if architecture.startswith("gemma") and name.endswith("norm.weight"):
-            values = values + 1
-        if draw is None or not quantized:
-            raw = quantize(values, kind if quantized else GGMLQuantizationType.F32)
-        for stored, part in _gguf_parts(name, raw, names):
-            writer.add_tensor(stored, part, raw_dtype=kind if quantized else GGMLQuantizationType.F32)
-    if rope_factors is not None:
-        writer.add_tensor("rope_freqs.weight", rope_factors.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return write_gguf_file

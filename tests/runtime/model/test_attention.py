@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -84,6 +85,8 @@ def attend(
     scattered: bool = True,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    is_chunked: bool = False,
     kind: str = "cpu",
 ) -> list[Tensor]:
     """The attention output of each request's queries."""
@@ -92,11 +95,17 @@ def attend(
     if kind == "torch":
         cache = (cache[0].nan_to_num(), cache[1].nan_to_num())
     tokens = [torch.cat((one.queries, one.keys[-one.new :], one.values[-one.new :]), dim=1) for one in requests]
-    seen = plan.attend(torch.cat(tokens), None, cache, window, soft_cap)
+    seen = plan.attend(torch.cat(tokens), None, cache, window, soft_cap, sinks=sinks, is_chunked=is_chunked)
     return list(seen.split([one.new for one in requests]))
 
 
-def plain(one: Request, window: int | None, soft_cap: float | None) -> Tensor:
+def plain(
+    one: Request,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Tensor | None = None,
+    is_chunked: bool = False,
+) -> Tensor:
     """The definition, in float64."""
     shape = (one.context, HEADS, HEAD_DIM)
     keys, values = (
@@ -105,9 +114,13 @@ def plain(one: Request, window: int | None, soft_cap: float | None) -> Tensor:
     scores = torch.einsum("qhd,khd->hqk", one.queries.double(), keys) / math.sqrt(HEAD_DIM)
     if soft_cap is not None:
         scores = torch.tanh(scores / soft_cap) * soft_cap
-    behind = torch.arange(one.context - one.new, one.context)[:, None] - torch.arange(one.context)
-    hidden = (behind < 0) | (behind >= (window or one.context))
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+    rows, columns = torch.arange(one.context - one.new, one.context)[:, None], torch.arange(one.context)
+    reach = window or one.context
+    hidden = (columns > rows) | (columns // reach < rows // reach if is_chunked else rows - columns >= reach)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, one.new, 1)), dim=-1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : one.context], values)
 
 
 def mixed(dtype: torch.dtype = torch.float32) -> list[Request]:
@@ -127,6 +140,28 @@ def test_every_query_sees_its_own_context(
     seen = attend(requests, window=window, soft_cap=soft_cap, scattered=scattered, kind=kind)
     for one, rows in zip(requests, seen, strict=True):
         torch.testing.assert_close(rows.double(), plain(one, window, soft_cap), atol=2e-6, rtol=0)
+
+
+SINKS = torch.linspace(-2.0, 4.0, HEADS)
+VARIANTS: list[dict[str, Any]] = [
+    {"sinks": SINKS},
+    {"sinks": SINKS, "window": 7},
+    {"sinks": SINKS, "window": 65, "soft_cap": 1.5},
+    {"is_chunked": True, "window": 1},
+    {"is_chunked": True, "window": 7},
+    {"is_chunked": True, "window": 65, "sinks": SINKS},
+    {"is_chunked": True},
+]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "torch"])
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: " ".join(variant))
+@pytest.mark.usefixtures("threads")
+def test_sinks_take_a_share_and_chunks_end_the_context(kind: str, variant: dict[str, Any]) -> None:
+    requests = mixed()
+    variant = {"window": None, "soft_cap": None} | variant
+    for one, rows in zip(requests, attend(requests, **variant, kind=kind), strict=True):
+        torch.testing.assert_close(rows.double(), plain(one, **variant), atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "torch"])
@@ -154,15 +189,19 @@ def test_queries_and_keys_are_turned_on_the_way(kind: str, channels: int, dtype:
     torch.testing.assert_close(stored.double(), turned.keys, **close)
 
 
-@pytest.mark.parametrize("window", [None, 7, 66])
+@pytest.mark.parametrize(
+    "variant",
+    [{}, {"window": 7}, {"window": 66}, {"window": 66, "sinks": SINKS}, {"window": 66, "is_chunked": True}],
+    ids=lambda variant: " ".join(variant) or "all",
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_query_sees_the_same_bits_however_its_request_is_served(window: int | None, dtype: torch.dtype) -> None:
+def test_a_query_sees_the_same_bits_however_its_request_is_served(variant: dict[str, Any], dtype: torch.dtype) -> None:
     requests = mixed(dtype)
-    together = attend(requests, window=window)
+    together = attend(requests, **variant)
     for one, rows in zip(requests, together, strict=True):
-        assert torch.equal(attend([one], window=window, block_size=16)[0], rows), "alone, in blocks of another size"
+        assert torch.equal(attend([one], **variant, block_size=16)[0], rows), "alone, in blocks of another size"
         last = Request(one.context, 1, one.keys, one.values, one.queries[-1:])
-        assert torch.equal(attend([last], window=window)[0], rows[-1:]), "its last token on its own"
+        assert torch.equal(attend([last], **variant)[0], rows[-1:]), "its last token on its own"
 
 
 @pytest.mark.usefixtures("threads")

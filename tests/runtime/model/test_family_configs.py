@@ -10,15 +10,20 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from runtime_support.reference_models import CLOSE, EXPERTS, LONG_ROPE, NO_SPECIAL_TOKENS, SIZES, logits_of
+from runtime_support.reference_models import CLOSE, EXPERTS, LONG_ROPE, SIZES, logits_of
 from safetensors.torch import load_file, save_file
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model
-from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.config import ClampedGate, ModelConfig
 from megatron_runtime.model.formats.hugging_face_config import hugging_face_config
 
 QWEN_2 = EXPERTS | {"shared_expert_intermediate_size": 24}
+NEWER: dict[str, dict[str, Any]] = {
+    "Cohere2": {"sliding_window": 6, "sliding_window_pattern": 2},
+    "Llama4": {"num_local_experts": 4, "intermediate_size_mlp": 24, "attention_chunk_size": 7},
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
+}
 GLM_4_5 = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -103,31 +108,52 @@ def test_gemma_3_in_its_older_spelling_is_the_same_configuration(tmp_path: Path)
     assert config.tie_word_embeddings
 
 
-def test_only_the_text_model_of_a_multimodal_gemma_3_is_read(tmp_path: Path, paged_requests: Any) -> None:
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.Gemma3Config(
-        text_config=SIZES
-        | NO_SPECIAL_TOKENS
-        | {"sliding_window": 6, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8},
-        vision_config=vision | {"image_size": 28, "patch_size": 14},
-        mm_tokens_per_image=4,
-        image_token_index=60,
-    )
-    model = transformers.Gemma3ForConditionalGeneration(config).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.2)
-    model.save_pretrained(tmp_path)
-    tokens = list(range(1, 40))
-    ours = paged_requests(load_model(tmp_path, dtype="float32")).forward({"it": tokens})["it"]
-    torch.testing.assert_close(ours, logits_of(model, tokens), **CLOSE)
-
-
 def test_fields_that_large_gemma_3_models_omit_have_their_defaults(tmp_path: Path) -> None:
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
     config = read_config(tmp_path, {"model_type": "gemma3", "text_config": text | {"sliding_window": 1024}})
     assert (config.num_attention_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
     assert config.vocab_size == 262208
     assert config.layer_windows[:6] == (1024, 1024, 1024, 1024, 1024, None)
+
+
+def test_falcon_3_is_a_llama_of_wide_heads(tmp_path: Path) -> None:
+    falcon = {
+        "model_type": "llama",
+        "hidden_size": 3072,
+        "head_dim": 256,
+        "num_attention_heads": 12,
+        "vocab_size": 131072,
+    }
+    sizes = {"intermediate_size": 23040, "num_hidden_layers": 28, "num_key_value_heads": 4, "rope_theta": 1000042}
+    config = read_config(tmp_path, falcon | sizes | {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6})
+    assert (config.head_dim, config.queries_per_kv_head, config.rope_theta) == (256, 3, 1000042.0)
+    assert config.layer_windows == ()
+    assert not any((config.qkv_bias, config.mlp_bias, config.tie_word_embeddings))
+
+
+def test_llama_4_in_its_older_spelling_is_the_same_configuration(tmp_path: Path) -> None:
+    older = plain("llama4_text", num_hidden_layers=8, num_local_experts=4, no_rope_layers=[], attn_temperature_tuning=4)
+    config = read_config(tmp_path, older | {"interleave_moe_layer_step": 2, "use_qk_norm": False})
+    assert config.unrotated_layers == {3, 7}
+    assert config.layer_windows == (8192, 8192, 8192, None) * 2
+    assert config.query_temperature is not None
+    assert config.query_key_norm == "none"
+    assert config.experts is not None
+    assert config.experts.dense_layers == {0, 2, 4, 6}
+
+
+def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
+    rope = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096}
+    published = plain("gpt_oss", num_local_experts=32, rope_scaling=rope | {"rope_type": "yarn", "truncate": False})
+    fields = published | {"rope_theta": 150000, "max_position_embeddings": 131072, "sliding_window": 128}
+    config = read_config(tmp_path, fields | {"swiglu_limit": 7.0, "experts_per_token": 4})
+    assert config.layer_windows == (128, None, 128)
+    assert (config.rope_theta, config.max_position_embeddings) == (150000.0, 131072)
+    assert config.rope_scaling.magnitude == pytest.approx(1.34657, abs=1e-5)
+    assert config.clamped_gate == ClampedGate(1.702, 7.0)
+    assert config.experts is not None
+    assert config.experts.per_token == 4
+    assert read_config(tmp_path, fields | {"rope_scaling": None}).rope_scaling == config.rope_scaling
 
 
 def test_smollm3_without_a_list_has_no_rotation_in_every_fourth_layer(tmp_path: Path) -> None:
@@ -164,6 +190,24 @@ def test_yarn_serves_the_length_that_it_stretches_the_model_to(tmp_path: Path) -
             "rope_type is 'linear', only 'default' is supported",
         ),
         (plain("gemma3_text", layer_types=["full_attention"] * 2), "the windows of 2 layers are given, expected 3"),
+        (
+            plain("olmo3", rope_parameters={"sliding_attention": {"rope_type": "yarn"}}),
+            "rope_type is 'yarn', only 'defa",
+        ),
+        (plain("llama4_text", num_local_experts=4, layer_types=["full"]), "'full', expected chunked_attention or full"),
+        (plain("gpt_oss", num_local_experts=4, sliding_window=-1), "attention window is -1, expected 1 or more tokens"),
+        (
+            plain("llama4_text", num_local_experts=4, floor_scale=0.5),
+            "interval of the query temperature is 0, expected 1 or",
+        ),
+        (plain("cohere2", use_parallel_block=False), "use_parallel_block is False, only True is supported"),
+        (plain("minimax_m2", scoring_func="softmax"), "scoring_func is 'softmax', only 'sigmoid' is supported"),
+        (
+            {"model_type": "mistral3", "text_config": {"model_type": "t5"}},
+            "text_config: architecture 't5' is not known",
+        ),
+        (plain("minimax"), "architecture 'minimax' is not known"),
+        (plain("qwen3_5"), "architecture 'qwen3_5' is not known"),
         (plain("gemma2", layer_types=["chunked"]), "layer_types holds 'chunked', expected sliding_attention or full"),
         (plain("smollm3", no_rope_layers=[1, 0]), "no_rope_layers has 2 entries, expected 3"),
         (plain("smollm3", no_rope_layers=[1, "no", 1]), "no_rope_layers is 'no', expected an integer"),
@@ -193,7 +237,7 @@ def test_yarn_serves_the_length_that_it_stretches_the_model_to(tmp_path: Path) -
             "longrope has 1 factors for 4 rotary frequencies",
         ),
         (plain("llama", num_hidden_layers=10**12), "number of layers is 1,000,000,000,000, expected 1 to 1,048,576"),
-        (plain("mamba"), "architecture 'mamba' is not known; the known ones are llama, mistral, qwen2, qwen3, smollm3"),
+        (plain("mamba"), "architecture 'mamba' is not known; the known ones are llama, mistral, ministral, ministral3"),
         (
             {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 5, "n_positions": 0},
             "maximum sequence length is 0",
@@ -250,11 +294,11 @@ def test_layers_that_predict_further_tokens_are_ignored(tmp_path: Path, paged_re
         inspect_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("family", ["Gemma2", "Mixtral", "GPT2", "Granite", "Qwen2Moe", "Glm4Moe"])
+@pytest.mark.parametrize("family", ["Gemma2", "Mixtral", "GPT2", "Granite", "Qwen2Moe", "Glm4Moe", *NEWER])
 def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(
     family: str, tmp_path: Path, paged_requests: Any, save_model: Any
 ) -> None:
-    settings = {"Mixtral": {"num_local_experts": 4}, "Qwen2Moe": QWEN_2, "Glm4Moe": GLM_4_5}
+    settings = {"Mixtral": {"num_local_experts": 4}, "Qwen2Moe": QWEN_2, "Glm4Moe": GLM_4_5} | NEWER
     extra = settings.get(family, {})
     model = save_model(tmp_path, family, **extra).bfloat16()
     model.save_pretrained(tmp_path)

@@ -10,9 +10,11 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from runtime_support.reference_models import CLOSE, logits_of
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model, load_tokenizer
@@ -157,7 +159,7 @@ def test_a_missing_tensor_is_named_as_in_the_original(
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("split.count", 3, "is one of 3 parts, expected a whole model. Merge it"),
+        ("split.count", 3, "is one of 3 parts, which are found by names that end in -00001-of-00003.gguf. Rename"),
         ("llama.rope.dimension_count", 8, "llama.rope.dimension_count is 8, only 16 is supported"),
     ],
 )
@@ -168,13 +170,33 @@ def test_an_unsupported_kind_of_model_is_refused(
     assert said in complaint(path)
 
 
+def test_a_divided_file_is_read_through_any_of_its_parts(
+    tmp_path: Path, write_gguf: WriteGguf, model_of_blocks: Any, paged_requests: Any
+) -> None:
+    model = model_of_blocks("Qwen3")
+    write_gguf(tmp_path / "model.gguf", model, metadata=add_tokenizer, split_max_tensors=9)
+    parts = sorted(tmp_path.iterdir())
+    assert [part.name for part in parts] == [f"model-0000{part}-of-00003.gguf" for part in (1, 2, 3)]
+    expected = logits_of(model, list(range(1, 20)))
+    for path in (tmp_path, parts[0], parts[2]):
+        ours = paged_requests(load_model(path, dtype="float32")).forward({"it": list(range(1, 20))})["it"]
+        torch.testing.assert_close(ours, expected, **CLOSE)
+        assert load_tokenizer(path).eos_token_ids == {27}
+    origin = load_model(parts[0], dtype="float32").origin
+    assert origin is not None
+    parts[1].touch()
+    assert not origin.is_unchanged()
+    parts[1].unlink()
+    assert "is one of 3 parts; model-00002-of-00003.gguf missing. Fetch them" in complaint(parts[0])
+
+
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "model.gguf", "mamba")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
     said = complaint(tmp_path / "model.gguf")
-    assert "architecture 'mamba' is not known; the known ones are llama, mistral, qwen2, qwen3" in said
+    assert "architecture 'mamba' is not known; the known ones are llama, mistral" in said
 
 
 def test_a_type_that_can_not_be_dequantized_is_named(

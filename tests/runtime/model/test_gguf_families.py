@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter
-from runtime_support.reference_models import CLOSE, EXPERTS, LLAMA_3, logits_of
+from runtime_support.family_models import MINISTRAL_3_ROPE, YARN
+from runtime_support.reference_models import CLOSE, EXPERTS, LLAMA_3, LONG_ROPE, logits_of
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model
@@ -20,6 +22,29 @@ from megatron_runtime.model.formats.gguf_file import GgufFile
 
 WHOLE_EXPERTS = EXPERTS | {"moe_intermediate_size": 32, "norm_topk_prob": True}
 """Of sizes that GGUF's blocks of 32 divide."""
+OLMO_3_ROPE = {
+    "full_attention": YARN | {"attention_factor": 1.2},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+TWICE = {"short_factor": [1.1] * 8, "long_factor": [1.5, 2.0, 2.5, 3.0] * 2}
+GLM_4_5 = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "use_qk_norm": True,
+}
+GPT_OSS = YARN | {"truncate": False}
+LLAMA_4 = {
+    "num_hidden_layers": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 96,
+    "interleave_moe_layer_step": 2,
+}
 GEMMA = {"sliding_window": 6, "query_pre_attn_scalar": 16}
 WriteGguf = Callable[..., Path]
 
@@ -44,6 +69,21 @@ def assert_same_logits(path: Path, model: Any, paged_requests: Any) -> None:
         ("Gemma", {}),
         ("Gemma2", GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
         ("Gemma3", GEMMA | {"num_hidden_layers": 7}),
+        ("Phi3", {"sliding_window": 7}),
+        ("Phi3", {"rope_parameters": LONG_ROPE | TWICE, "original_max_position_embeddings": 16}),
+        ("Qwen2Moe", EXPERTS | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}),
+        ("Glm4Moe", GLM_4_5),
+        ("SeedOss", {}),
+        ("Ministral3", {"rope_parameters": MINISTRAL_3_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+        ("Starcoder2", {"head_dim": None}),
+        ("Olmo2", {}),
+        ("Olmo3", {"num_hidden_layers": 4, "sliding_window": 6, "rope_parameters": OLMO_3_ROPE}),
+        ("Glm4", {}),
+        ("Cohere", {"use_qk_norm": True, "logit_scale": 0.25}),
+        ("Cohere2", {"num_hidden_layers": 4, "sliding_window": 6}),
+        ("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8}),
+        ("Llama4", LLAMA_4),
+        ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6, "rope_parameters": GPT_OSS}),
     ],
 )
 def test_a_converted_model_has_the_logits_of_the_original(
@@ -56,6 +96,22 @@ def test_a_converted_model_has_the_logits_of_the_original(
 ) -> None:
     model = model_of_blocks(family, **changes)
     assert_same_logits(write_gguf(tmp_path / "model.gguf", model), model, paged_requests)
+
+
+def test_layers_that_predict_further_tokens_are_ignored(
+    tmp_path: Path, write_gguf: WriteGguf, paged_requests: Any, model_of_blocks: Any
+) -> None:
+    def further(writer: GGUFWriter) -> None:
+        writer.kv_data[0].pop("glm4moe.block_count")
+        writer.add_block_count(3)
+        writer.add_nextn_predict_layers(1)
+        for name in ("nextn.eh_proj", "attn_norm", "ffn_up_exps"):
+            writer.add_tensor(f"blk.2.{name}.weight", np.zeros((4, 2, 32), np.float32))
+
+    model = model_of_blocks("Glm4Moe", **GLM_4_5)
+    path = write_gguf(tmp_path / "model.gguf", model, metadata=further)
+    assert inspect_checkpoint(path).config.prediction_layers == 1
+    assert_same_logits(path, model, paged_requests)
 
 
 def test_gemma_3_scales_the_rotary_frequencies_of_its_global_layers_alone(

@@ -54,6 +54,17 @@ LATENT = {
 }
 DEEPSEEK_V3 = LATENT | {name: value for name, value in GLM_4_5.items() if name != "use_qk_norm"}
 DEEPSEEK_V2 = LATENT | {"q_lora_rank": None, "n_routed_experts": 4, "num_experts_per_tok": 2, "attention_bias": True}
+LLAMA_4 = {
+    "head_dim": 8,
+    "intermediate_size": 23,
+    "intermediate_size_mlp": 37,
+    "num_local_experts": 4,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 7,
+    "no_rope_layer_interval": 2,
+    "floor_scale": 4,
+}
+GPT_OSS = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6, "swiglu_limit": 0.5}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama with a tied head and biases": (
@@ -78,14 +89,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("Olmoe", EXPERTS | {"clip_qkv": 0.4}),
     "qwen2 with experts": ("Qwen2Moe", EXPERTS | NARROW | SHARED),
     "glm 4.5": ("Glm4Moe", GLM_4_5),
+    "glm 4": ("Glm4", {"head_dim": 8}),
+    "seed-oss": ("SeedOss", {"attention_out_bias": True, "head_dim": 8}),
+    "starcoder2": ("Starcoder2", {}),
+    "olmo3": ("Olmo3", {"sliding_window": 7}),
+    "cohere": ("Cohere", {"use_qk_norm": True, "attention_bias": True}),
+    "cohere2": ("Cohere2", {"sliding_window": 7, "sliding_window_pattern": 2}),
+    "minimax m2": ("MiniMaxM2", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "rotary_dim": 4}),
+    "llama 4": ("Llama4", LLAMA_4),
+    "gpt-oss": ("GptOss", GPT_OSS),
     "deepseek v3": ("DeepseekV3", DEEPSEEK_V3),
     "deepseek v2": ("DeepseekV2", DEEPSEEK_V2 | NARROW),
 }
 WITH_SHARED_EXPERTS = ["qwen2 with experts", "glm 4.5", "deepseek v3"]
+WITH_OTHER_EXPERTS = ["minimax m2", "llama 4", "gpt-oss"]
 MIXTURES = ["mixtral", "qwen3 with experts", "olmoe", *WITH_SHARED_EXPERTS]
 LAYOUTS: dict[str, tuple[ParallelSizes, list[str]]] = {
     "tensor 2": (ParallelSizes(tensor=2), list(MODELS)),
-    "tensor 4, which share key heads": (ParallelSizes(tensor=4), ["llama", "olmo2", "gpt2", "phi3", "deepseek v2"]),
+    "tensor 4, which share key heads": (
+        ParallelSizes(tensor=4),
+        ["llama", "olmo2", "gpt2", "phi3", "deepseek v2", "cohere", "gpt-oss"],
+    ),
     "pipeline 2": (ParallelSizes(pipeline=2), ["llama with a tied head and biases", "gpt2", "gemma3", *MIXTURES]),
     "pipeline 2, uneven": (ParallelSizes(pipeline=2, stage_layers=(1, 2)), ["llama", "smollm3", "gemma2"]),
     "pipeline 3": (ParallelSizes(pipeline=3), ["llama with a tied head and biases", "granite"]),
@@ -94,7 +118,7 @@ LAYOUTS: dict[str, tuple[ParallelSizes, list[str]]] = {
         ["llama", "gpt2 with a head of its own", "olmoe", *WITH_SHARED_EXPERTS],
     ),
     "expert 2": (ParallelSizes(tensor=2, expert=2), [*MIXTURES, "qwen3 with experts in some layers"]),
-    "expert 2 of 4": (ParallelSizes(tensor=4, expert=2), MIXTURES),
+    "expert 2 of 4": (ParallelSizes(tensor=4, expert=2), [*MIXTURES, *WITH_OTHER_EXPERTS]),
     "expert 4": (ParallelSizes(tensor=4, expert=4), MIXTURES),
     "expert 4, tensor 1": (ParallelSizes(expert=4), [*MIXTURES, "qwen3 with experts in some layers"]),
     "expert 4, tensor 2": (ParallelSizes(tensor=2, expert=4), MIXTURES),
@@ -180,8 +204,10 @@ def test_every_format_can_be_shared(
     tmp_path: Path, random_model: Callable[..., Any], write_gguf: Callable[..., Path]
 ) -> None:
     sizes = ParallelSizes(tensor=2)
-    families = {"Llama": {}, "Gemma2": GEMMA | CAPS, "Mixtral": {"num_local_experts": 4}}
-    models = {family: random_model(family, head_dim=8, **(SIZES | settings)) for family, settings in families.items()}
+    families = {"Llama": {}, "Gemma2": GEMMA | CAPS, "Mixtral": {"num_local_experts": 4}, "GptOss": GPT_OSS}
+    models = {
+        family: random_model(family, **(SIZES | {"head_dim": 8} | settings)) for family, settings in families.items()
+    }
     paths = [write_gguf(tmp_path / f"{family}.gguf", model) for family, model in models.items()]
     for name in ("training", "experts", "experts_two_ranks", "latents_of_queries", "gpt2"):
         shutil.unpack_archive(WRITTEN_BY_MEGATRON / f"{name}.zip", tmp_path / name)

@@ -110,7 +110,9 @@ def test_a_folder_without_a_checkpoint_is_refused_with_the_supported_formats(fol
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(folder: Path) -> None:
     edit_config(folder, model_type="mamba")
-    assert "architecture 'mamba' is not known; the known ones are llama, mistral, qwen2, qwen3" in complaint(folder)
+    assert "architecture 'mamba' is not known; the known ones are llama, mistral, ministral, ministral3" in complaint(
+        folder
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,6 +157,16 @@ def test_a_configuration_that_is_no_json_is_named(folder: Path) -> None:
 
 def test_a_path_that_does_not_exist_is_refused_with_the_remedy(tmp_path: Path) -> None:
     assert "does not exist. Name a GGUF file, or the folder" in complaint(tmp_path / "nowhere")
+
+
+def test_links_to_files_that_do_not_exist_are_named(folder: Path) -> None:
+    link = folder.parent / "model"
+    link.symlink_to("nowhere")
+    assert f"{link}: is a link to nowhere, which does not exist. Fetch the file again" in complaint(link)
+    for name in ("model.safetensors", "config.json"):
+        (folder / name).unlink()
+        (folder / name).symlink_to(f"../blobs/{name}")
+        assert f"{name}: is a link to ../blobs/{name}, which does not exist" in complaint(folder)
 
 
 def test_an_empty_folder_is_refused_with_the_expected_files(tmp_path: Path) -> None:

@@ -174,6 +174,9 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: does not exist"):
         load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"has tokenizer\.model alone, .* Write a tokenizer\.json beside it"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:

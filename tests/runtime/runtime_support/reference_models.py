@@ -37,7 +37,11 @@ LONG_ROPE = {
     "long_factor": [1.0, 2.0, 4.0, 7.0],
     "original_max_position_embeddings": 16,
 }
-CLASSES = {"Gemma3Config": "Gemma3TextConfig", "GPT2ForCausalLM": "GPT2LMHeadModel"}
+CLASSES = {
+    "Gemma3Config": "Gemma3TextConfig",
+    "Llama4Config": "Llama4TextConfig",
+    "GPT2ForCausalLM": "GPT2LMHeadModel",
+}
 """Class names that do not follow from the family's name."""
 
 

@@ -38,7 +38,7 @@ class ExpertRouter(nn.Module, ABC):
         self.per_token = experts.per_token
         self.routing = experts.routing
         self.dtype = torch.float32 if self.routing.in_float32 else dtype
-        self.linear = Linear(hidden_size, experts.count, bias=False, dtype=self.dtype)
+        self.linear = Linear(hidden_size, experts.count, bias=self.routing.has_bias, dtype=self.dtype)
         self.selection_bias: nn.Parameter | None = None
         if self.routing.has_selection_bias:
             # bfloat16 can't resolve its differences between scores.

@@ -57,8 +57,9 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource, NDArray[np.f
         config = hugging_face_config(path / "config.json")
         if (megatron := torch_dist_folder(path)) is None:
             from megatron_runtime.model.formats.safetensors_checkpoint import SafetensorsWeights
+            from megatron_runtime.model.formats.stacked_experts import single_experts
 
-            return config, SafetensorsWeights(path, config), None
+            return config, single_experts(SafetensorsWeights(path, config), config), None
         from megatron_runtime.model.formats.torch_dist_checkpoint import TorchDistWeights
 
         return config, TorchDistWeights(megatron, config), None

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 from megatron_runtime.errors import CheckpointError
 
 TORCH_DIST_METADATA = ".metadata"
 """The file of ``torch.distributed.checkpoint`` that marks its folder."""
+_NEEDED = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.gguf", "tokenizer.json")
+"""Files of a checkpoint's folder that must not be dangling links."""
+_GGUF_PART = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.gguf")
 _LATEST = "latest_checkpointed_iteration.txt"
 """In the folder of a Megatron training, beside a folder for each saved iteration: a number, or ``release``."""
 
@@ -19,10 +23,14 @@ def checkpoint_path(path: Path | str) -> Path:
     In the folder of a Megatron training the config.json is at the top, or in the latest iteration's folder.
     """
     path = Path(path)
+    refuse_dangling_link(path)
     if not path.exists():
         raise CheckpointError(f"{path}: does not exist. Name a GGUF file, or the folder of a Hugging Face checkpoint")
     if path.is_file():
-        return path
+        return _first_part(path)
+    for file in sorted(path.iterdir()):
+        if any(fnmatch(file.name, pattern) for pattern in _NEEDED):
+            refuse_dangling_link(file)
     if (path / "config.json").exists():
         return path
     if (latest := torch_dist_folder(path)) is not None:
@@ -33,7 +41,7 @@ def checkpoint_path(path: Path | str) -> Path:
             "and tokenizer beside it"
         )
     files = sorted(path.glob("*.gguf"))
-    if len(files) > 1:
+    if len({gguf_parts(file)[0] for file in files}) > 1:
         listed = ", ".join(file.name for file in files)
         raise CheckpointError(f"{path}: holds several GGUF files ({listed}). Name one of them")
     if not files:
@@ -41,7 +49,34 @@ def checkpoint_path(path: Path | str) -> Path:
             f"{path}: neither config.json nor a .gguf file found. "
             "Name a GGUF file, or the folder of a Hugging Face checkpoint"
         )
-    return files[0]
+    return _first_part(files[0])
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """All parts of the model of which the GGUF file ``path`` is one, by its name as ``llama-gguf-split`` gives it; the
+    first one has the metadata. Of other names, the file itself.
+    """
+    if (match := _GGUF_PART.fullmatch(path.name)) is None:
+        return [path]
+    stem, count = match[1], int(match[2])
+    return [path.with_name(f"{stem}-{part:05d}-of-{count:05d}.gguf") for part in range(1, count + 1)] or [path]
+
+
+def _first_part(path: Path) -> Path:
+    """The first of the parts of a GGUF file. Raises CheckpointError if one is missing."""
+    parts = gguf_parts(path)
+    if missing := [part.name for part in parts if not part.exists()]:
+        raise CheckpointError(f"{path}: is one of {len(parts)} parts; {', '.join(missing)} missing. Fetch them")
+    return parts[0]
+
+
+def refuse_dangling_link(path: Path) -> None:
+    """Raise CheckpointError if ``path`` is a symbolic link to a file that does not exist."""
+    if path.is_symlink() and not path.exists():
+        raise CheckpointError(
+            f"{path}: is a link to {path.readlink()}, which does not exist. Fetch the file again; a copy of a folder "
+            "in the cache of Hugging Face needs the files that its links name (cp --dereference)"
+        )
 
 
 def torch_dist_folder(folder: Path) -> Path | None:

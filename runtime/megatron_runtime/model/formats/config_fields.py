@@ -61,6 +61,11 @@ class ConfigFields:
             raise CheckpointError(f"{self.path}: {name} is {value}, expected a number above 0. Fetch the file again")
         return value
 
+    def switch(self, name: str, default: bool) -> bool:
+        """A boolean, which some files write as a number, or ``default`` when it is absent or null."""
+        value = self._fields.get(name)
+        return value != 0 if type(value) in (int, float) else bool(self.get(name, default, bool))
+
     def numbers(self, name: str, kind: type) -> tuple[Any, ...]:
         """A list of numbers of ``kind``; empty when it is absent or null."""
         listed = self.get(name, [], list)
@@ -69,6 +74,10 @@ class ConfigFields:
     def or_else(self, defaults: dict[str, Any]) -> ConfigFields:
         """The same fields, with ``defaults`` for absent or null ones."""
         return ConfigFields(self.path, defaults | {name: v for name, v in self._fields.items() if v is not None})
+
+    def but(self, **changed: Any) -> ConfigFields:
+        """The same fields, with the values of those in ``changed`` replaced."""
+        return ConfigFields(self.path, self._fields | changed)
 
     def within(self, *names: str) -> ConfigFields:
         """The fields of the first non-empty object among ``names``; empty when all are absent, null or empty."""

@@ -41,7 +41,7 @@ def _layer(config: ModelConfig, layer: int, names: TensorNames) -> Shapes:
     for name, is_there in (
         (names.attention_norm, goes_in),
         (names.attention_output_norm, comes_out),
-        (names.feed_forward_norm, goes_in),
+        (names.feed_forward_norm, goes_in and not config.parallel_feed_forward),
         (names.feed_forward_output_norm, comes_out),
     ):
         if is_there:
@@ -54,7 +54,7 @@ def _layer(config: ModelConfig, layer: int, names: TensorNames) -> Shapes:
 
 
 def _experts(config: ModelConfig, experts: ExpertsConfig, names: TensorNames) -> Shapes:
-    yield from _matrix(names, names.router, experts.count, config.hidden_size, bias=False)
+    yield from _matrix(names, names.router, experts.count, config.hidden_size, bias=experts.routing.has_bias)
     if experts.routing.has_selection_bias:
         yield names.selection_bias, (experts.count,)
     yield from _expert_networks(config, experts, names)
@@ -82,10 +82,15 @@ def _attention(config: ModelConfig, names: TensorNames) -> Shapes:
 def _grouped_query_attention(config: ModelConfig, names: TensorNames) -> Shapes:
     heads = (config.num_attention_heads, config.num_kv_heads, config.num_kv_heads)
     queries, keys, values = (count * config.head_dim for count in heads)
-    if config.query_key_norm != "none":
+    if config.query_key_norm == "each_head":
+        yield f"{names.query_norm}.weight", (config.num_attention_heads, config.head_dim)
+        yield f"{names.key_norm}.weight", (config.num_kv_heads, config.head_dim)
+    elif config.query_key_norm not in ("none", "unweighted"):
         is_whole = config.query_key_norm == "projection"
         yield from _norm(config, names.query_norm, queries if is_whole else config.head_dim).items()
         yield from _norm(config, names.key_norm, keys if is_whole else config.head_dim).items()
+    if config.attention_sinks:
+        yield names.attention_sinks, (config.num_attention_heads,)
     yield from _fused(names, names.qkv, (queries, keys, values), config.hidden_size, bias=config.qkv_bias)
     bias = config.attention_output_bias
     yield from _matrix(names, names.attention_output, config.hidden_size, queries, bias=bias)

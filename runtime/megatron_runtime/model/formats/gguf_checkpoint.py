@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ROPE_FACTORS = "rope_freqs.weight"
+_COMPUTED_ELSEWHERE = (_ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that change the rotation, and have no place in the decoder."""
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_EXPERT_TENSOR = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
-_INTERLEAVED_ROTARY = ("llama",)
+_EXPERT_TENSOR = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|bias)")
+_INTERLEAVED_ROTARY = ("llama", "ministral3")
 """Architectures whose converter permutes the rows of queries and keys for ggml's interleaved rotation."""
 
 
@@ -36,12 +38,18 @@ class GgufWeights:
         self._config = config
         names = tensor_names(config.architecture)
         layer_names = _layer_names(names)
+        layers = range(config.num_layers, config.num_layers + config.prediction_layers)
+        further = tuple(f"blk.{layer}." for layer in layers)
         self._by_name: dict[str, _Rows] = {}
         for name, tensor in file.tensors.items():
-            if (match := _EXPERT_TENSOR.fullmatch(name)) and len(tensor.shape) == 3:
-                self._by_name |= _expert_rows(tensor, names, int(match[1]), match[2])
-            elif name != _ROPE_FACTORS:
-                self._by_name[_hugging_face_name(name, names, layer_names)] = _Rows(tensor, tensor.shape, 0)
+            match = _EXPERT_TENSOR.fullmatch(name)
+            if match and len(tensor.shape) >= 2 and not name.startswith(further):
+                self._by_name |= _expert_rows(tensor, names, *match.groups())
+            elif name not in _COMPUTED_ELSEWHERE and not name.startswith(further):
+                rows = _Rows(tensor, tensor.shape, 0)
+                if "_inp_shexp." in name and len(tensor.shape) == 1:  # a matrix of one row
+                    rows = _Rows(tensor, (1, *tensor.shape), 0)
+                self._by_name[_hugging_face_name(name, names, layer_names)] = rows
 
     @property
     def location(self) -> str:
@@ -61,7 +69,8 @@ class GgufWeights:
         tensor = rows.tensor
         order = self._row_order(name, into.shape[0])
         if into.dim() == 1:
-            values = torch.from_numpy(self._file.rows(tensor, slice(0, 1))[0, start[0] : start[0] + len(into)])
+            values = torch.from_numpy(self._file.rows(tensor, slice(rows.start, rows.start + 1))[0])
+            values = values[start[0] : start[0] + len(into)]
             if self._config.norm == "rms_plus_one" and name.endswith("norm.weight"):
                 values = values - 1.0  # The converter adds the one that the norm adds here.
             into[slice(None) if order is None else order] = values.to(device=into.device, dtype=into.dtype)
@@ -114,43 +123,48 @@ class _Rows:
         return str(self.tensor.kind.name)
 
 
-def _expert_rows(tensor: GgufTensor, names: TensorNames, layer: int, part: str) -> dict[str, _Rows]:
-    """The experts of a layer in a stacked ``tensor`` [experts, out, in], by Hugging Face's names."""
+def _expert_rows(tensor: GgufTensor, names: TensorNames, layer: str, part: str, kind: str) -> dict[str, _Rows]:
+    """The experts of a layer in a stacked ``tensor`` [experts, out, in] or [experts, out], by Hugging Face's names."""
     count, *shape = tensor.shape
     gate, up = names.expert_gate_up
     name = {"gate": gate, "up": up, "down": names.expert_down}[part]
     prefix = names.layer.format(layer)
     return {
-        f"{prefix}{names.expert.format(index)}{name}.weight": _Rows(tensor, tuple(shape), index * shape[0])
+        f"{prefix}{names.expert.format(index)}{name}.{kind}": _Rows(tensor, tuple(shape), index * math.prod(shape[:-1]))
         for index in range(count)
     }
 
 
 def _layer_names(names: TensorNames) -> dict[str, str]:
     """Hugging Face's names of a layer's tensors by those of ggml."""
-    queries, keys, values = names.qkv
-    gate, up = names.gate_up
+    qkv = ("attn_q", "attn_k", "attn_v") if len(names.qkv) == 3 else ("attn_qkv",)
+    shared_gate, shared_up = names.shared_gate_up
     return {
         "attn_norm": names.attention_norm,
         "post_attention_norm": names.attention_output_norm,
         "ffn_norm": names.feed_forward_norm,
         "post_ffw_norm": names.feed_forward_output_norm,
-        "attn_q": queries,
-        "attn_k": keys,
-        "attn_v": values,
+        **dict(zip(qkv, names.qkv, strict=True)),
         "attn_output": names.attention_output,
         "attn_q_norm": names.query_norm,
         "attn_k_norm": names.key_norm,
         "ffn_gate_inp": names.router,
-        "ffn_gate": gate,
-        "ffn_up": up,
+        "ffn_gate": names.gate_up[0],
+        "ffn_up": names.gate_up[-1],
         "ffn_down": names.down,
+        "ffn_gate_inp_shexp": names.shared_expert_gate,
+        "ffn_gate_shexp": shared_gate,
+        "ffn_up_shexp": shared_up,
+        "ffn_down_shexp": names.shared_down,
     }
 
 
 def _hugging_face_name(name: str, names: TensorNames, layer_names: Mapping[str, str]) -> str:
     """Hugging Face's name of a GGUF tensor. An unknown name is kept, and then reported as left over."""
     match = _LAYER_TENSOR.fullmatch(name)
+    whole_names = {"attn_sinks.weight": names.attention_sinks, "exp_probs_b.bias": names.selection_bias}
+    if match and (whole := whole_names.get(f"{match[2]}.{match[3]}")) is not None:
+        return f"{names.layer.format(match[1])}{whole}"
     if match and match[2] in layer_names:
         return f"{names.layer.format(match[1])}{layer_names[match[2]]}.{match[3]}"
     top_names = {"token_embd": names.embedding, "output_norm": names.final_norm, "output": names.head}

@@ -22,6 +22,7 @@ from gguf.constants import GGUF_DEFAULT_ALIGNMENT
 from gguf.quants import dequantize
 
 from megatron_runtime.errors import CheckpointError
+from megatron_runtime.model.formats.checkpoint_path import gguf_parts
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -46,12 +47,14 @@ _SCALARS = {
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One entry of the tensor table. ``shape`` has the rows first; ``offset`` counts from the start of the file."""
+    """One entry of the tensor table. ``shape`` has the rows first; ``offset`` counts from the start of its file."""
 
     name: str
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
     offset: int
+    path: Path
+    """Of the file."""
 
     @property
     def row_bytes(self) -> int:
@@ -76,28 +79,30 @@ class GgufTensor:
 class GgufFile:
     """An opened GGUF file: ``metadata`` by key, ``tensors`` by name. Tensor data is read on request.
 
-    Raises CheckpointError if the file isn't GGUF, is damaged, or ends before the data that its header describes.
+    If the file is a part of a divided one, all parts are opened, and ``path`` is the first. Raises CheckpointError if a
+    part is missing, isn't GGUF, is damaged, or ends before the data that its header describes.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.metadata: dict[str, Any] = {}
+        first, *others = parts = gguf_parts(path)
+        self.path = first
         self.tensors: dict[str, GgufTensor] = {}
-        try:
-            with _mapped(path) as data:
-                self._read_header(_HeaderReader(data, path))
-        except OSError as error:
+        self.metadata = self._read(first)
+        count = self.metadata.get("split.count", 0)
+        if isinstance(count, int) and count > 1 and count != len(parts):
             raise CheckpointError(
-                f"{path}: can't be read ({error.strerror}). Check the path and its permissions"
-            ) from None
-        self._check_extent()
+                f"{path}: is one of {count} parts, which are found by names that end in -00001-of-{count:05d}.gguf. "
+                "Rename them, or merge them: llama-gguf-split --merge"
+            )
+        for part in others:
+            self._read(part)
 
     def rows(self, tensor: GgufTensor, part: slice) -> npt.NDArray[np.float32]:
         """Dequantized rows of ``tensor`` seen as a matrix, float32 [rows, last dimension]."""
         first, last, _ = part.indices(tensor.num_rows)
         # Read instead of mapped, because pages of a mapped file count as memory in use.
         place, count = tensor.offset + first * tensor.row_bytes, (last - first) * tensor.row_bytes
-        raw = np.fromfile(self.path, np.uint8, count, offset=place).reshape(last - first, tensor.row_bytes)
+        raw = np.fromfile(tensor.path, np.uint8, count, offset=place).reshape(last - first, tensor.row_bytes)
         try:
             values = dequantize(raw, tensor.kind)
         except NotImplementedError:
@@ -107,30 +112,46 @@ class GgufFile:
             ) from None
         return np.require(values, np.float32, "W")
 
-    def _read_header(self, reader: _HeaderReader) -> None:
+    def _read(self, path: Path) -> dict[str, Any]:
+        """The metadata of a part, whose tensors are added to those of the other parts."""
+        try:
+            with _mapped(path) as data:
+                metadata, tensors = self._read_header(_HeaderReader(data, path), path)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: can't be read ({error.strerror}). Check the path and its permissions"
+            ) from None
+        _check_extent(path, tensors)
+        self.tensors |= {tensor.name: tensor for tensor in tensors}
+        return metadata
+
+    def _read_header(self, reader: _HeaderReader, path: Path) -> tuple[dict[str, Any], list[GgufTensor]]:
         reader.check_preamble()
         num_tensors, num_entries = reader.scalar("Q"), reader.scalar("Q")
+        metadata: dict[str, Any] = {}
         for _ in range(num_entries):
             key = reader.string()
-            self.metadata[key] = reader.value(reader.value_type())
+            metadata[key] = reader.value(reader.value_type())
         table = [reader.tensor() for _ in range(num_tensors)]
-        alignment = self.metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+        alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise reader.damaged(f"general.alignment is {alignment!r}, expected a positive number")
         start = -(-reader.position // alignment) * alignment
-        for name, shape, kind, offset in table:
-            if name in self.tensors:
+        names = set(self.tensors)
+        for name, *_ in table:
+            if name in names:
                 raise reader.damaged(f"tensor {name} is listed twice")
-            self.tensors[name] = GgufTensor(name, shape, kind, start + offset)
+            names.add(name)
+        return metadata, [GgufTensor(name, shape, kind, start + offset, path) for name, shape, kind, offset in table]
 
-    def _check_extent(self) -> None:
-        described = max((tensor.offset + tensor.num_bytes for tensor in self.tensors.values()), default=0)
-        found = self.path.stat().st_size
-        if found < described:
-            raise CheckpointError(
-                f"{self.path}: is truncated: {found:,} bytes found, {described:,} expected by its header. "
-                f"{_FETCH_AGAIN}"
-            )
+
+def _check_extent(path: Path, tensors: list[GgufTensor]) -> None:
+    described = max((tensor.offset + tensor.num_bytes for tensor in tensors), default=0)
+    found = path.stat().st_size
+    if found < described:
+        raise CheckpointError(
+            f"{path}: is truncated: {found:,} bytes found, {described:,} expected by its header. {_FETCH_AGAIN}"
+        )
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from megatron_runtime.errors import CheckpointError
-from megatron_runtime.model.formats.checkpoint_path import torch_dist_folder
+from megatron_runtime.model.formats.checkpoint_path import gguf_parts, torch_dist_folder
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,13 @@ class Origin:
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """The current file, or the files in the folder and in that of its latest iteration."""
+        """The current file, with the other parts of a divided GGUF file; or the files in the folder and in that of its
+        latest iteration.
+        """
         folders = {path, torch_dist_folder(path) or path} if path.is_dir() else set()
-        files = sorted(file for folder in folders for file in folder.iterdir() if file.is_file()) or [path]
-        stats = [(str(file.relative_to(path)), file.stat()) for file in files]
+        files = sorted(file for folder in folders for file in folder.iterdir() if file.is_file()) or gguf_parts(path)
+        base = path if path.is_dir() else path.parent
+        stats = [(str(file.relative_to(base)), file.stat()) for file in files]
         return cls(path, tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
 
     def is_unchanged(self) -> bool:

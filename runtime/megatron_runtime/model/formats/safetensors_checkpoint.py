@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.formats.config_fields import read_json
+from megatron_runtime.model.formats.stacked_experts import PACKED
 from megatron_runtime.model.formats.tensor_names import ignored_prefixes, name_of_tied_head, tensor_names
 from megatron_runtime.model.formats.weight_source import StoredTensor, row_pieces
 
@@ -110,6 +112,8 @@ class SafetensorsWeights:
     def _describe(self, name: str, file: Any) -> StoredTensor:
         view = file.get_slice(name)
         kind, shape = view.get_dtype(), tuple(view.get_shape())
+        if kind == "U8" and name.endswith(PACKED):
+            return StoredTensor(shape, math.prod(shape), kind)
         if kind not in _ELEMENT_BYTES:
             known = ", ".join(_ELEMENT_BYTES)
             raise CheckpointError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from megatron_runtime.model.config import ModelConfig
 
@@ -24,6 +25,8 @@ class TensorNames:
     """Three matrices, or one that holds all three."""
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
+    attention_sinks: str = "self_attn.sinks"
+    """Full name."""
     query_down: str = "self_attn.q_a_proj"
     query_down_norm: str = "self_attn.q_a_layernorm"
     query_up: str = "self_attn.q_b_proj"
@@ -40,6 +43,11 @@ class TensorNames:
     expert: str = "mlp.experts.{}."
     expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    stacked_experts: Literal["", "transposed", "interleaved"] = ""
+    """Of a safetensors file with one tensor for all experts of a layer: ``transposed``, [experts, in, out], gates
+    before values; ``interleaved``: the same with alternating gates and values. The names of the single experts are
+    those that the reader gives them.
+    """
     shared_gate_up: tuple[str, str] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
     shared_down: str = "mlp.shared_experts.down_proj"
     shared_expert_gate: str = "mlp.shared_expert_gate"
@@ -51,7 +59,52 @@ class TensorNames:
 
 _LLAMA = TensorNames()
 _GEMMA = replace(_LLAMA, feed_forward_norm="pre_feedforward_layernorm")
+_MISTRAL_3 = replace(
+    _LLAMA,
+    embedding="language_model.model.embed_tokens",
+    final_norm="language_model.model.norm",
+    head="language_model.lm_head",
+    layer="language_model.model.layers.{}.",
+    ignored_prefixes=("vision_tower.", "multi_modal_projector."),
+)
+_MIXTRAL = replace(
+    _LLAMA,
+    router="block_sparse_moe.gate",
+    selection_bias="block_sparse_moe.e_score_correction_bias",
+    expert="block_sparse_moe.experts.{}.",
+    expert_gate_up=("w1", "w3"),
+    expert_down="w2",
+)
+_LLAMA_4 = replace(
+    _LLAMA,
+    gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+    down="feed_forward.down_proj",
+    router="feed_forward.router",
+    expert="feed_forward.experts.{}.",
+    stacked_experts="transposed",
+    shared_gate_up=("feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"),
+    shared_down="feed_forward.shared_expert.down_proj",
+)
 _OTHERS = {
+    "mistral3": _MISTRAL_3,
+    "starcoder2": replace(_LLAMA, gate_up=("mlp.c_fc",), down="mlp.c_proj"),
+    "glm4": replace(
+        _LLAMA,
+        attention_output_norm="post_self_attn_layernorm",
+        feed_forward_output_norm="post_mlp_layernorm",
+        gate_up=("mlp.gate_up_proj",),
+    ),
+    "minimax_m2": _MIXTRAL,
+    "llama4_text": _LLAMA_4,
+    "llama4": replace(
+        _LLAMA_4,
+        embedding="language_model.model.embed_tokens",
+        final_norm="language_model.model.norm",
+        head="language_model.lm_head",
+        layer="language_model.model.layers.{}.",
+        ignored_prefixes=("vision_model.", "multi_modal_projector."),
+    ),
+    "gpt_oss": replace(_LLAMA, router="mlp.router", stacked_experts="interleaved"),
     "phi3": replace(_LLAMA, qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
     "gemma2": _GEMMA,
     "gemma3": replace(
@@ -68,13 +121,7 @@ _OTHERS = {
         shared_gate_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
         shared_down="mlp.shared_expert.down_proj",
     ),
-    "mixtral": replace(
-        _LLAMA,
-        router="block_sparse_moe.gate",
-        expert="block_sparse_moe.experts.{}.",
-        expert_gate_up=("w1", "w3"),
-        expert_down="w2",
-    ),
+    "mixtral": _MIXTRAL,
     "gpt2": TensorNames(
         embedding="transformer.wte",
         learned_positions="transformer.wpe",

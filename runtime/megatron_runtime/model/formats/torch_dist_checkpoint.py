@@ -50,15 +50,24 @@ class _TensorPart:
         return tuple(reversed(stored)) if self.transposed else stored
 
 
+def _has_names(config: ModelConfig) -> bool:
+    """Whether Megatron has names for all tensors."""
+    return (
+        config.norm_placement == "before"
+        and config.query_key_norm in ("none", "head")
+        and not (config.parallel_feed_forward or config.attention_sinks or config.norm == "layer_without_bias")
+    )
+
+
 class TorchDistWeights:
     """The tensors of ``folder`` under Hugging Face's names. The configuration is that of a user's ``config.json``.
 
     Megatron stores queries, keys and values in one matrix, group by group. Raises CheckpointError for models with norms
-    of layer outputs or over all heads, for which Megatron has no names.
+    of layer outputs or over all heads, and for others for which Megatron has no names.
     """
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
-        if config.norm_placement != "before" or config.query_key_norm == "projection":
+        if not _has_names(config):
             raise CheckpointError(
                 f"{folder}: a Megatron checkpoint of {config.architecture}, which isn't read from this format. "
                 "Convert it to safetensors"

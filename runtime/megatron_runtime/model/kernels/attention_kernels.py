@@ -49,6 +49,9 @@ def attention_kernel(key_width: int, value_width: int, values_in_keys: bool, nar
         groups: Number of groups of query heads; those of a group share a kv head. cosines, sines: [T, rotated
             channels], the rotation of queries and keys; may have no channels.
         window: Number of latest positions, including its own, that a query attends to.
+        chunked: Not 0: size of the chunks of positions, of which a query attends to its own; then ``window`` is this
+            size too.
+        sinks: float32 [heads], scores that take part in the softmax of each query; or of no elements.
         soft_cap: Limit of the scores; 0 for none.
 
     ``narrow``: Floating-point arrays contain the bits of bfloat16 as uint16; else float32.
@@ -56,14 +59,14 @@ def attention_kernel(key_width: int, value_width: int, values_in_keys: bool, nar
 
     def attend(
         heads: Any, seen: Any, keys: Any, values: Any, slots: Any, tables: Any, tiles: Any, rows: Any, pairs: Any,
-        groups: int, cosines: Any, sines: Any, window: int, soft_cap: Any,
+        groups: int, cosines: Any, sines: Any, window: int, chunked: int, sinks: Any, soft_cap: Any,
     ) -> None:  # fmt: skip
         for share in prange(len(rows) - 1):
             _store(heads, keys, values, slots, rows[share], rows[share + 1], cosines, sines, key_width, values_in_keys)
         for share in prange(len(pairs) - 1):
             _attend(
                 heads, seen, keys, values, tables, tiles, pairs[share], pairs[share + 1], groups, cosines, sines,
-                window, soft_cap, key_width, value_width,
+                window, chunked, sinks, soft_cap, key_width, value_width,
             )  # fmt: skip
 
     stored = scalar(narrow)
@@ -71,7 +74,10 @@ def attention_kernel(key_width: int, value_width: int, values_in_keys: bool, nar
     table, bounds = int32[:, ::1], int64[::1]
     return compile_kernel(
         attend,
-        void(tokens, tokens, pool, pool, bounds, table, table, bounds, bounds, int64, turns, turns, int64, float32),
+        void(
+            *(tokens, tokens, pool, pool, bounds, table, table, bounds, bounds, int64, turns, turns),
+            *(int64, int64, float32[::1], float32),
+        ),
     )
 
 
@@ -119,10 +125,10 @@ def _turn(head: Any, cosines: Any, sines: Any, turned: Any) -> None:
 @njit(inline="always")
 def _attend(
     heads: Any, seen: Any, keys: Any, values: Any, tables: Any, tiles: Any, first: int, last: int, groups: int,
-    cosines: Any, sines: Any, window: int, soft_cap: Any, key_width: int, value_width: int,
+    cosines: Any, sines: Any, window: int, chunked: int, sinks: Any, soft_cap: Any, key_width: int, value_width: int,
 ) -> None:  # fmt: skip
     """Compute some of the pairs of a tile and a group of query heads."""
-    zero, lowest = np.float32(0), np.float32(-np.inf)
+    zero = np.float32(0)
     kv_heads, sharing = keys.shape[1], seen.shape[1] // groups
     widest = tiles[:, 3].max() * sharing
     queries, sums = np.empty((widest, key_width), np.float32), np.empty((widest, value_width), np.float32)
@@ -133,11 +139,11 @@ def _attend(
         kv_head = group * kv_heads // groups
         request, first_row, first_position, rows = tiles[item // groups]
         table = tables[request]
-        sums[:], totals[:], tops[:] = zero, zero, lowest
+        _begin(sums, totals, tops, sinks, group * sharing, sharing)
         for query in range(rows * sharing):
             row, head = first_row + query // sharing, group * sharing + query % sharing
             _turn(heads[row, head], cosines[row], sines[row], queries[query])
-        start, stop = max(0, first_position - window + 1) // CHUNK * CHUNK, first_position + rows
+        start, stop = _first_key(first_position, window, chunked) // CHUNK * CHUNK, first_position + rows
         for chunk in range(start, stop, CHUNK):
             # The next chunk of the group, or the first one of the next group.
             ahead, ahead_head = chunk + CHUNK, kv_head
@@ -145,7 +151,7 @@ def _attend(
                 ahead, ahead_head = start, (group + 1) % groups * kv_heads // groups
             for query in range(rows * sharing):
                 position = first_position + query // sharing
-                begin, end = max(chunk, position - window + 1), min(chunk + CHUNK, position + 1)
+                begin, end = max(chunk, _first_key(position, window, chunked)), min(chunk + CHUNK, position + 1)
                 if begin >= end:
                     continue
                 _score(queries[query], keys, values, table, kv_head, begin, end, scores, key_width)
@@ -167,6 +173,24 @@ def _attend(
         for query in range(rows * sharing):
             result = seen[first_row + query // sharing, group * sharing + query % sharing]
             _divide(sums[query], totals[query], result, value_width)
+
+
+@njit(inline="always")
+def _begin(sums: Any, totals: Any, tops: Any, sinks: Any, first_head: int, sharing: int) -> None:
+    """Start the sums of queries; a sink is like a first key with its score and a value of zero."""
+    sums[:], totals[:], tops[:] = np.float32(0), np.float32(0), np.float32(-np.inf)
+    if len(sinks) > 0:
+        totals[:] = np.float32(1)
+        for query in range(len(tops)):
+            tops[query] = sinks[first_head + query % sharing]
+
+
+@njit(inline="always")
+def _first_key(position: int, window: int, chunked: int) -> int:
+    """The first position that a query at ``position`` attends to."""
+    if chunked > 0:
+        return position // chunked * chunked
+    return max(0, position - window + 1)
 
 
 @njit(inline="always")

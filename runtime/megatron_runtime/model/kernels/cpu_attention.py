@@ -22,6 +22,7 @@ TILE = 16
 HEADS_TOGETHER = 16
 """Maximum of query heads of a key head that one thread processes together; more are divided into groups."""
 UNLIMITED = 1 << 40
+NO_SINKS = np.empty(0, np.float32)
 
 
 class CpuAttention:
@@ -49,6 +50,8 @@ class CpuAttention:
         window: int | None,
         soft_cap: float | None = None,
         value_width: int | None = None,
+        sinks: Tensor | None = None,
+        is_chunked: bool = False,
     ) -> Tensor:
         """As in AttentionPlan."""
         keys, values = as_array(cache[0]), as_array(cache[-1])
@@ -60,8 +63,10 @@ class CpuAttention:
         arrays = (as_array(heads), as_array(seen), keys, values, self._slots, self._tables, self._tiles, self._rows)
         turns = as_array(cosines.flatten(1)), as_array(sines.flatten(1))
         reach = UNLIMITED if window is None else window
+        chunked = reach if is_chunked and window is not None else 0
+        scores = NO_SINKS if sinks is None else as_array(sinks)
         attend = attention_kernel(key_width, seen.shape[2], len(cache) == 1, heads.dtype is torch.bfloat16)
-        attend(*arrays, self._pairs_of(window, groups), groups, *turns, reach, soft_cap or 0.0)
+        attend(*arrays, self._pairs_of(window, groups), groups, *turns, reach, chunked, scores, soft_cap or 0.0)
         return seen
 
     def _pairs_of(self, window: int | None, groups: int) -> NDArray[np.int64]:

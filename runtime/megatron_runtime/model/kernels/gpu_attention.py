@@ -37,9 +37,11 @@ class GpuAttention:
         window: int | None,
         soft_cap: float | None = None,
         value_width: int | None = None,
+        sinks: Tensor | None = None,
+        is_chunked: bool = False,
     ) -> Tensor:
         """As in AttentionPlan, for a cache of keys and values."""
         from megatron_runtime.gpu.attention import attend
 
         assert value_width is None, "latents have a cache of one array"
-        return attend(heads, rotation, cache, self._batch, window, soft_cap)
+        return attend(heads, rotation, cache, self._batch, window, soft_cap, sinks, is_chunked)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -10,6 +12,28 @@ from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kernels.capped_attention import capped_attention
 from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.rotary import Rotation, rotate
+
+
+class Scoring(NamedTuple):
+    """How scores become shares of the values; as in AttentionPlan."""
+
+    window: int | None
+    soft_cap: float | None
+    sinks: Tensor | None
+    is_chunked: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether PyTorch has a fused kernel for it."""
+        return self.soft_cap is None and self.sinks is None
+
+    def visible(self, keys: Tensor, queries: Tensor) -> Tensor:
+        """Whether tokens at the positions ``queries`` attend to those at ``keys``; the shapes broadcast."""
+        seen = keys <= queries
+        if self.window is None:
+            return seen
+        first = queries // self.window * self.window if self.is_chunked else queries - self.window + 1
+        return seen & (keys >= first)
 
 
 class TorchAttention:
@@ -42,6 +66,8 @@ class TorchAttention:
         window: int | None,
         soft_cap: float | None = None,
         value_width: int | None = None,
+        sinks: Tensor | None = None,
+        is_chunked: bool = False,
     ) -> Tensor:
         """As in AttentionPlan."""
         kv_heads, key_width = cache[0].shape[1], cache[0].shape[3]
@@ -55,10 +81,11 @@ class TorchAttention:
         width = value_width or key_width
         values, pools = (keys, *others)[-1][..., -width:], (cache[0], cache[-1][..., -width:])
         seen = queries.new_empty(len(queries), query_heads, width)
+        scoring = Scoring(window, soft_cap, sinks, is_chunked)
         for prefill in self._prefills:
-            seen[prefill.rows] = prefill.attend(queries, keys, values, pools, window, soft_cap)
+            seen[prefill.rows] = prefill.attend(queries, keys, values, pools, scoring)
         for group in self._groups:
-            seen[group.rows] = group.attend(queries, pools, window, soft_cap)
+            seen[group.rows] = group.attend(queries, pools, scoring)
         return seen
 
 
@@ -73,7 +100,7 @@ class DecodeGroup:
         self._lengths = batch.context_lengths.long()[members]
         self._masks: dict[int | None, Tensor] = {}
 
-    def attend(self, queries: Tensor, cache: LayerCache, window: int | None, soft_cap: float | None) -> Tensor:
+    def attend(self, queries: Tensor, cache: LayerCache, scoring: Scoring) -> Tensor:
         """Attention output of this group's rows of ``queries``: [group, heads, value width]; ``cache`` is keys and
         values.
         """
@@ -81,20 +108,19 @@ class DecodeGroup:
         keys, values = (_gather(stored, self._blocks, len(mine)) for stored in cache)
         # Query heads that share a key head become its query rows, so that no key is repeated.
         grouped = mine.reshape(len(mine), keys.shape[1], -1, mine.shape[-1])
-        if window not in self._masks:
-            self._masks[window] = self._mask(keys.shape[2], window, queries.dtype)
-        if soft_cap is not None:
-            seen = capped_attention(grouped, keys, values, self._masks[window], soft_cap)
+        if scoring.window not in self._masks:
+            self._masks[scoring.window] = self._mask(keys.shape[2], scoring, queries.dtype)
+        mask = self._masks[scoring.window]
+        if scoring.is_plain:
+            seen = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
         else:
-            seen = scaled_dot_product_attention(grouped, keys, values, attn_mask=self._masks[window])
+            sinks = None if scoring.sinks is None else scoring.sinks.view(keys.shape[1], 1, -1)
+            seen = capped_attention(grouped, keys, values, mask, scoring.soft_cap, sinks)
         return seen.reshape(*mine.shape[:2], -1)
 
-    def _mask(self, padded_length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    def _mask(self, padded_length: int, scoring: Scoring, dtype: torch.dtype) -> Tensor:
         key_positions = torch.arange(padded_length, device=self._lengths.device)
-        lengths = self._lengths[:, None]
-        visible = key_positions < lengths
-        if window is not None:
-            visible &= key_positions >= lengths - window
+        visible = scoring.visible(key_positions, self._lengths[:, None] - 1)
         return _additive(visible, dtype)[:, None, None, :]
 
 
@@ -113,36 +139,33 @@ class PrefillRequest:
         keys: Tensor,
         values: Tensor,
         cache: LayerCache,
-        window: int | None,
-        soft_cap: float | None,
+        scoring: Scoring,
     ) -> Tensor:
         """Attention output of this request's rows of ``queries``: [rows, heads, value width]; ``cache`` is keys and
         values.
         """
         mine = queries[self.rows].transpose(0, 1)[None]
-        num_queries, length = mine.shape[2], self._context_length
-        whole = num_queries == length and (window is None or length <= window) and soft_cap is None
+        num_queries, length, window = mine.shape[2], self._context_length, scoring.window
+        whole = num_queries == length and (window is None or length <= window) and scoring.is_plain
         if whole:
             own_keys, own_values = (new[self.rows].transpose(0, 1)[None] for new in (keys, values))
         else:
             own_keys, own_values = (_gather(stored, self._blocks, 1)[:, :, :length] for stored in cache)
             if window not in self._masks:
-                self._masks[window] = self._mask(num_queries, window, queries)
-        if soft_cap is not None:
-            return capped_attention(mine, own_keys, own_values, self._masks[window], soft_cap)[0].transpose(0, 1)
+                self._masks[window] = self._mask(num_queries, scoring, queries)
+        if not scoring.is_plain:
+            sinks = None if scoring.sinks is None else scoring.sinks.view(own_keys.shape[1], -1, 1)
+            seen = capped_attention(mine, own_keys, own_values, self._masks[window], scoring.soft_cap, sinks)
+            return seen[0].transpose(0, 1)
         mask = None if whole else self._masks[window]
         seen = scaled_dot_product_attention(
             mine, own_keys, own_values, attn_mask=mask, is_causal=whole, enable_gqa=True
         )
         return seen[0].transpose(0, 1)
 
-    def _mask(self, num_queries: int, window: int | None, like: Tensor) -> Tensor:
+    def _mask(self, num_queries: int, scoring: Scoring, like: Tensor) -> Tensor:
         key_positions = torch.arange(self._context_length, device=like.device)
-        query_positions = key_positions[-num_queries:, None]
-        visible = key_positions <= query_positions
-        if window is not None:
-            visible &= key_positions > query_positions - window
-        return _additive(visible, like.dtype)
+        return _additive(scoring.visible(key_positions, key_positions[-num_queries:, None]), like.dtype)
 
 
 def _gather(stored: Tensor, blocks: Tensor, requests: int) -> Tensor:

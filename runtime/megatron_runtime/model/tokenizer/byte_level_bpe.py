@@ -17,6 +17,14 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{_CONTRACTION}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{_CONTRACTION}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Of gpt-4o, gpt-oss and Llama 4."""
+_SEED = _QWEN_2.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+")
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,8 @@ class PreTokenizer:
 _GPT_2 = PreTokenizer()
 _DIGITS = PreTokenizer(splits_digits=True)
 _LLAMA_BPE = PreTokenizer(_LLAMA_3, ignores_merges=True, adds_bos=True)
+_THREE_DIGITS = PreTokenizer(_LLAMA_3)
+_GPT_4O = PreTokenizer(_O200K)
 _QWEN = PreTokenizer(_QWEN_2, composes=True)
 
 PRE_TOKENIZERS = {
@@ -51,6 +61,14 @@ PRE_TOKENIZERS = {
     "llama-v3": _LLAMA_BPE,
     "qwen2": _QWEN,
     "deepseek-r1-qwen": _QWEN,
+    "command-r": PreTokenizer(splits_digits=True, composes=True),
+    "dbrx": _THREE_DIGITS,
+    "glm4": _THREE_DIGITS,
+    "chatglm-bpe": _THREE_DIGITS,
+    "gpt-4o": _GPT_4O,
+    "llama4": _GPT_4O,
+    "minimax-m2": _GPT_4O,
+    "seed-coder": PreTokenizer(_SEED),
     "tekken": PreTokenizer(_TEKKEN, ignores_merges=True, adds_bos=True),
 }
 """By their name in GGUF files (``tokenizer.ggml.pre``)."""

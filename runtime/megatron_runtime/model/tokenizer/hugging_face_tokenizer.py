@@ -12,6 +12,8 @@ from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.formats.config_fields import read_json
 from megatron_runtime.model.tokenizer.tokenizer import Tokenizer
 
+_OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "vocab.json")
+"""Files of tokenizers in forms that only transformers reads."""
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -19,9 +21,13 @@ def hugging_face_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of ``folder``: tokenizer.json, with names and templates from the other files."""
     path = folder / "tokenizer.json"
     if not path.exists():
-        raise CheckpointError(
-            f"{path}: does not exist. A tokenizer.model alone isn't read: save the tokenizer in its fast form"
-        )
+        for other in _OTHER_TOKENIZERS:
+            if (folder / other).exists():
+                raise CheckpointError(
+                    f"{folder}: has {other} alone, which isn't read. Write a tokenizer.json beside it, with "
+                    f"transformers: AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+                )
+        raise CheckpointError(f"{path}: does not exist. Fetch the tokenizer of the model into this folder")
     try:
         backend = Backend.from_file(str(path))
     except Exception as error:  # the library raises bare Exception

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from runtime_support.byte_backend import END
 
@@ -16,10 +19,11 @@ def random_llama(
     std: float,
     dtype: torch.dtype = torch.float32,
     latent_attention: LatentAttentionConfig | None = None,
+    **changes: Any,
 ) -> Decoder:
     """Two layers of four heads; matrices are normal with ``std``, and norms are ones.
 
-    With ``latent_attention`` instead of grouped-query attention.
+    With ``latent_attention`` instead of grouped-query attention; ``changes`` are other fields of the configuration.
     """
     latent = latent_attention
     config = ModelConfig(
@@ -38,7 +42,7 @@ def random_llama(
         rope_theta=10000.0,
         tie_word_embeddings=False,
     )
-    model = Decoder(config, dtype=dtype)
+    model = Decoder(replace(config, **changes), dtype=dtype)
     generator = torch.Generator().manual_seed(3)
     assert model.embedding is not None
     assert model.head is not None

@@ -23,6 +23,7 @@ from megatron_runtime.gpu import attention, attention_kernels, row_kernels, rows
 CAPABILITIES = (80, 90, 100)
 FLOATS = dict.fromkeys(("scale", "soft_cap", "eps", "multiplier", "magnitude"), "fp32")
 STRIDES = ("block_stride", "head_stride")
+LIMITS = {"WINDOWED": True, "CHUNKED": True, "HAS_SINKS": True}
 RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 
@@ -33,10 +34,10 @@ Case = tuple[str, Any, dict[str, Any], dict[str, str], dict[str, int]]
 def attention_cases(capability: int) -> Iterator[Case]:
     """The kernels of attention, at the sizes of an 8B model and of wider heads."""
     for width in (128, 256):
-        common = {"HEADS": 32, "WIDTH": width, "WIDTH_PAD": width, "PAGE": 16, "WINDOWED": False}
+        common = {"HEADS": 32, "WIDTH": width, "WIDTH_PAD": width, "PAGE": 16} | LIMITS
         tiles, splits = (sizes(capability, width, 2) for sizes in (attention.tile_sizes, attention.split_sizes))
         group = {"GROUP": 4, "GROUP_PAD": 4, "CAPPED": False}
-        pointers = dict.fromkeys(("output", "queries", "keys", "values"), "bf16") | {"slots": "i64"}
+        pointers = dict.fromkeys(("output", "queries", "keys", "values"), "bf16") | {"sinks": "fp32"}
         yield (
             f"attend_tiles {width}",
             attention_kernels.attend_tiles,
@@ -53,8 +54,8 @@ def attention_cases(capability: int) -> Iterator[Case]:
             pointers | {"partial": "fp32", "log_sums": "fp32"},
             {"num_warps": splits.warps, "num_stages": splits.stages},
         )
-    merge = {"HEADS": 32, "WIDTH": 128, "WIDTH_PAD": 128, "SPLIT": attention.SPLIT, "WINDOWED": True}
-    pointers = {"output": "bf16", "partial": "fp32", "log_sums": "fp32"}
+    merge = {"HEADS": 32, "WIDTH": 128, "WIDTH_PAD": 128, "SPLIT": attention.SPLIT} | LIMITS
+    pointers = {"output": "bf16", "partial": "fp32", "log_sums": "fp32", "sinks": "fp32"}
     yield "merge_splits", attention_kernels.merge_splits, merge, pointers, {"num_warps": 4}
     rotate = {"QUERY_HEADS": 32, "KV_HEADS": 8, "WIDTH": 128, "WIDTH_PAD": 128, "TURNED": 128, "PAGE": 16, "BLOCK_H": 8}
     pointers = dict.fromkeys(("rotated", "heads", "cosines", "sines", "keys", "values"), "bf16") | {"slots": "i64"}

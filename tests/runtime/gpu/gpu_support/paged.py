@@ -78,13 +78,17 @@ class PagedCase:
             query_starts=self.query_starts.to(device),
         )
 
-    def attend(self, window: int | None, soft_cap: float | None) -> Tensor:
+    def attend(
+        self, window: int | None, soft_cap: float | None, sinks: Tensor | None = None, is_chunked: bool = False
+    ) -> Tensor:
         """By the kernels."""
         lengths = torch.tensor([length for length, _ in self.lengths], dtype=torch.int32).to(self.heads.device)
         batch = attention.PagedBatch(self.slots, self.query_starts, lengths, self.tables)
-        return attention.attend(self.heads, self.rotation, self.cache, batch, window, soft_cap)
+        return attention.attend(self.heads, self.rotation, self.cache, batch, window, soft_cap, sinks, is_chunked)
 
-    def expected(self, window: int | None, soft_cap: float | None) -> Tensor:
+    def expected(
+        self, window: int | None, soft_cap: float | None, sinks: Tensor | None = None, is_chunked: bool = False
+    ) -> Tensor:
         """In float64, from the cache, which has the new keys and values."""
         keys, values = (array.double() for array in self.cache)
         kv_heads, page, width = keys.shape[1:]
@@ -101,8 +105,12 @@ class PagedCase:
             if soft_cap is not None:
                 scores = soft_cap * torch.tanh(scores / soft_cap)
             position = every[length - new :, None]
-            visible = (every <= position) & (every > position - (window or length + 1))
-            weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
+            reach = window or length + 1
+            first = position // reach * reach if is_chunked else position - reach + 1
+            scores = scores.masked_fill((every > position) | (every < first), -math.inf)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, new, 1)), dim=-1)
+            weights = scores.softmax(-1)[..., :length]
             seen[self.query_starts[row] : self.query_starts[row + 1]] = torch.einsum(
                 "hqk,khd->qhd", weights, own_values
             )

@@ -1,4 +1,4 @@
-"""GLM-4.5."""
+"""GLM-4 and GLM-4.5."""
 
 from __future__ import annotations
 
@@ -20,3 +20,9 @@ def glm4_moe(fields: ConfigFields) -> ModelConfig:
         experts=deepseek_v3_experts(fields, config.num_layers),
         prediction_layers=fields.get("num_nextn_predict_layers", 0, int),
     )
+
+
+def glm4(fields: ConfigFields) -> ModelConfig:
+    """Llama that rotates adjacent channels of half of each head, with norms of inputs and outputs."""
+    config = llama(fields.or_else({"partial_rotary_factor": 0.5, "attention_bias": True, "rms_norm_eps": 1.5625e-7}))
+    return replace(config, attention_output_bias=False, norm_placement="around", rope_interleave=True)

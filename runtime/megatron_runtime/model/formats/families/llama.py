@@ -68,18 +68,43 @@ def smollm3(fields: ConfigFields) -> ModelConfig:
     """Every fourth layer, or each layer with a 0 in the list, has no positions (Yang et al., NoPE)."""
     config = llama(fields, tied=True, rope_theta=2e6)
     window = fields.get("sliding_window", None, int) if fields.get("use_sliding_window", False, bool) else None
-    rotated = fields.numbers("no_rope_layers", int)
-    if rotated and len(rotated) != config.num_layers:
-        raise CheckpointError(
-            f"{fields.path}: no_rope_layers has {len(rotated)} entries, expected {config.num_layers}. "
-            "Fetch the file again"
-        )
-    every = max(1, fields.get("no_rope_layer_interval", 4, int))
-    rotated = rotated or tuple((layer + 1) % every for layer in range(config.num_layers))
     return replace(
         config,
-        unrotated_layers=frozenset(layer for layer, turns in enumerate(rotated) if not turns),
+        unrotated_layers=unrotated_layers(fields, config.num_layers),
         layer_windows=listed_windows(fields, window) if window else (),
+    )
+
+
+def unrotated_layers(fields: ConfigFields, layers: int) -> frozenset[int]:
+    """The layers with a 0 in the list, or every fourth one without a list."""
+    rotated = fields.numbers("no_rope_layers", int)
+    if rotated and len(rotated) != layers:
+        raise CheckpointError(
+            f"{fields.path}: no_rope_layers has {len(rotated)} entries, expected {layers}. Fetch the file again"
+        )
+    every = max(1, fields.get("no_rope_layer_interval", 4, int))
+    rotated = rotated or tuple((layer + 1) % every for layer in range(layers))
+    return frozenset(layer for layer, turns in enumerate(rotated) if not turns)
+
+
+def seed_oss(fields: ConfigFields) -> ModelConfig:
+    """Llama with separate settings for the biases of attention's inputs and output."""
+    config = llama(fields.or_else({"attention_bias": True}))
+    return replace(config, attention_output_bias=fields.get("attention_out_bias", False, bool))
+
+
+def starcoder2(fields: ConfigFields) -> ModelConfig:
+    """LayerNorm, biases everywhere, no gates, and optionally a window in every layer."""
+    config = mistral(fields.or_else({"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}))
+    bias = fields.get("use_bias", True, bool)
+    return replace(
+        config,
+        rms_norm_eps=fields.get("norm_epsilon", 1e-5, float),
+        qkv_bias=bias,
+        attention_output_bias=bias,
+        mlp_bias=bias,
+        norm="layer",
+        gated_feed_forward=False,
     )
 
 
@@ -108,14 +133,12 @@ def activation(fields: ConfigFields, name: str, default: str) -> Activation:
     return _ACTIVATIONS[found]
 
 
-def listed_windows(fields: ConfigFields, window: int) -> tuple[int | None, ...]:
-    """The window of each layer by ``layer_types``; empty without that list."""
+def listed_windows(fields: ConfigFields, window: int, limited: str = "sliding_attention") -> tuple[int | None, ...]:
+    """The window of each layer by ``layer_types``; empty without that list. Layers of type ``limited`` have one."""
     kinds = fields.get("layer_types", [], list)
-    if unknown := [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]:
-        raise CheckpointError(
-            f"{fields.path}: layer_types holds {unknown[0]!r}, expected sliding_attention or full_attention"
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if unknown := [kind for kind in kinds if kind not in (limited, "full_attention")]:
+        raise CheckpointError(f"{fields.path}: layer_types holds {unknown[0]!r}, expected {limited} or full_attention")
+    return tuple(window if kind == limited else None for kind in kinds)
 
 
 def _upper_windows(fields: ConfigFields, layers: int) -> tuple[int | None, ...]:

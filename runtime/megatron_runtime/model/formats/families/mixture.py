@@ -45,6 +45,24 @@ def qwen3_moe(fields: ConfigFields) -> ModelConfig:
     return replace(config, experts=_qwen_experts(fields, config.num_layers, per_token=8))
 
 
+def minimax_m2(fields: ConfigFields) -> ModelConfig:
+    """Queries and keys normalized over all heads, a part of each head rotated, and many small experts with a bias for
+    their selection.
+    """
+    for name, only in (("qk_norm_type", "per_layer"), ("scoring_func", "sigmoid"), ("shared_intermediate_size", 0)):
+        fields.refuse(name, only)
+    config = llama(fields, rope_theta=5e6)
+    if (rotary_dim := fields.get("rotary_dim", None, int)) is not None:
+        config = replace(config, rotary_dim=rotary_dim)
+    experts = ExpertsConfig(
+        count=num_experts(fields),
+        per_token=fields.get("num_experts_per_tok", 8, int),
+        intermediate_size=config.intermediate_size,
+        routing=RoutingConfig("sigmoid", normalize_weights=True, has_selection_bias=True, in_float32=True),
+    )
+    return replace(config, query_key_norm="projection", experts=experts)
+
+
 def olmoe(fields: ConfigFields) -> ModelConfig:
     """Queries and keys normalized over all heads, and many small experts."""
     config = llama(fields)
