@@ -15,7 +15,8 @@ from typing import ClassVar
 import pytest
 
 COMMIT = "1" * 40
-FILES = {"model-Q4_K_M.gguf": b"GGUF a", "Q8/model-Q8_0.gguf": b"GGUF b", "README.md": b"words"}
+FIRST, SECOND = "Q8/model-Q8_0-00001-of-00002.gguf", "Q8/model-Q8_0-00002-of-00002.gguf"
+FILES = {"model-Q4_K_M.gguf": b"GGUF a", FIRST: b"GGUF b", SECOND: b"GGUF c", "README.md": b"words"}
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -74,16 +75,21 @@ def fetch(hub: str, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess
     return fetch
 
 
-@pytest.mark.parametrize("file", ["model-Q4_K_M.gguf", "Q8/model-Q8_0.gguf"])
-def test_the_named_file_of_a_repository_is_downloaded_once(
-    fetch: Callable[..., subprocess.CompletedProcess[str]], file: str
+@pytest.mark.parametrize(
+    ("file", "parts"),
+    [("model-Q4_K_M.gguf", ["model-Q4_K_M.gguf"]), (FIRST, [FIRST, SECOND]), (SECOND, [FIRST, SECOND])],
+)
+def test_the_parts_of_the_named_file_of_a_repository_are_downloaded_once(
+    fetch: Callable[..., subprocess.CompletedProcess[str]], file: str, parts: list[str]
 ) -> None:
-    for environment in ({}, {}, {"HF_HUB_OFFLINE": "1"}):
+    for environment in ({}, {"HF_HUB_OFFLINE": "1"}):
         done = fetch("owner/quantized", "--file", file, "--revision", "v1", **environment)
-        assert done.stdout.endswith(f"{file}\n"), done.stderr
-        assert Path(done.stdout.strip()).read_bytes() == FILES[file]
+        assert done.stdout.endswith(f"{parts[0]}\n"), done.stderr
+        first = Path(done.stdout.strip())
+        for part in parts:
+            assert (first.parent / Path(part).name).read_bytes() == FILES[part]
     downloads = [asked for asked in Hub.asked if asked.startswith("GET /owner/")]
-    assert downloads == [f"GET /owner/quantized/resolve/v1/{file}"]
+    assert downloads == [f"GET /owner/quantized/resolve/v1/{part}" for part in parts]
 
 
 def test_a_file_or_repository_that_does_not_exist_is_named(

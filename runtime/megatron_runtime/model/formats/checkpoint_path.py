@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from fnmatch import fnmatch
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import TypeVar
 
 from megatron_runtime.errors import CheckpointError
 
@@ -12,6 +13,7 @@ TORCH_DIST_METADATA = ".metadata"
 """The file of ``torch.distributed.checkpoint`` that marks its folder."""
 _NEEDED = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.gguf", "tokenizer.json")
 """Files of a checkpoint's folder that must not be dangling links."""
+AnyPath = TypeVar("AnyPath", bound=PurePath)
 _GGUF_PART = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.gguf")
 _LATEST = "latest_checkpointed_iteration.txt"
 """In the folder of a Megatron training, beside a folder for each saved iteration: a number, or ``release``."""
@@ -52,7 +54,7 @@ def checkpoint_path(path: Path | str) -> Path:
     return _first_part(files[0])
 
 
-def gguf_parts(path: Path) -> list[Path]:
+def gguf_parts(path: AnyPath) -> list[AnyPath]:
     """All parts of the model of which the GGUF file ``path`` is one, by its name as ``llama-gguf-split`` gives it; the
     first one has the metadata. Of other names, the file itself.
     """

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from megatron_runtime.errors import CheckpointError, ConfigurationError
-from megatron_runtime.model.formats.checkpoint_path import checkpoint_path
+from megatron_runtime.model.formats.checkpoint_path import checkpoint_path, gguf_parts
 
 _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "additional_chat_templates/*"]
 _OTHER_FORMATS = ["consolidated*", "original/*", "onnx/*"]
@@ -21,7 +21,7 @@ def resolve_source(
     token: str | None = None,
 ) -> Path:
     """The local path of a checkpoint: ``path`` itself, or the downloaded Hugging Face repository ``hf_repo``; with
-    ``hf_file`` only this GGUF file of it.
+    ``hf_file`` only this GGUF file of it, with the other parts of a divided one.
 
     Raises ConfigurationError unless exactly one of the two is given. Downloads are kept in the cache of the library,
     and used from there when the hub is unreachable. Raises CheckpointError if the path or the repository is invalid.
@@ -49,7 +49,9 @@ def _download(repo: str, file: str | None, revision: str | None, token: str | No
     named = (f"{file} of " if file else "") + repo + (f" at revision {revision}" if revision else "")
     try:
         if file is not None:
-            return hf_hub_download(repo, file, revision=revision, token=token)
+            parts = [part.as_posix() for part in gguf_parts(PurePosixPath(file))]
+            first, *_ = [hf_hub_download(repo, part, revision=revision, token=token) for part in parts]
+            return first
         return snapshot_download(
             repo, revision=revision, token=token, allow_patterns=_WANTED_FILES, ignore_patterns=_OTHER_FORMATS
         )
