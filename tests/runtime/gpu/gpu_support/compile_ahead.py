@@ -48,9 +48,7 @@ def attention_cases(capability: int) -> Iterator[Case]:
         yield (
             f"attend_splits {width}",
             attention_kernels.attend_splits,
-            common
-            | group
-            | {"GROUP_PAD": splits.rows, "BLOCK_N": splits.keys, "IS_WHOLE": False} | splitting,
+            common | group | {"GROUP_PAD": splits.rows, "BLOCK_N": splits.keys, "IS_WHOLE": False} | splitting,
             pointers | {"partial": "fp32", "log_sums": "fp32"},
             {"num_warps": splits.warps, "num_stages": splits.stages},
         )
