@@ -124,16 +124,18 @@ def small_model() -> Decoder:
     return model
 
 
-def make_engine(model: Decoder) -> DynamicInferenceEngine:
+def make_engine(model: Decoder, num_cuda_graphs: int) -> DynamicInferenceEngine:
     """With a small cache."""
     tokenizer = Tokenizer(byte_backend(), location="bytes", eod=END)
-    settings = InferenceConfig(kv_cache_memory_bytes=1 << 20, max_sequence_length=128, max_requests=4)
+    settings = InferenceConfig(
+        kv_cache_memory_bytes=1 << 20, max_sequence_length=128, max_requests=3, num_cuda_graphs=num_cuda_graphs
+    )
     return DynamicInferenceEngine.build(model, tokenizer, settings)
 
 
-def generate(model: Decoder, params: dict[str, Any]) -> list[list[int]]:
-    """Tokens of two requests."""
-    engine = make_engine(model)
+def generate(model: Decoder, params: dict[str, Any], num_cuda_graphs: int = 0) -> list[list[int]]:
+    """Tokens of two requests, which a graph pads by one."""
+    engine = make_engine(model, num_cuda_graphs)
     given = {"seed": 7, "num_tokens_to_generate": 4, "ignore_eos": True} | params
     futures = [engine.add_request(at, [65 + at] * (5 + 9 * at), SamplingParams(**given)) for at in range(2)]
     while engine.has_unfinished_requests():
@@ -149,9 +151,11 @@ def on_device(model: Decoder) -> Decoder:
 
 
 def check_engine() -> Iterator[Result]:
-    """Its tokens in float32 against those of the CPU."""
+    """Its tokens in float32, of eager passes and of CUDA graphs, against those of the CPU."""
     model = small_model()
     for name, params in SAMPLERS.items():
-        expected, found = generate(model, params), generate(on_device(model), params)
-        words = "equal" if found == expected else f"{found} instead of {expected}"
-        yield Result(f"engine's tokens, {name}", words, "those of the CPU", is_wrong=found != expected)
+        expected = generate(model, params)
+        for kind, num_cuda_graphs in (("eager", 0), ("graphs", 1)):
+            found = generate(on_device(model), params, num_cuda_graphs)
+            words = "equal" if found == expected else f"{found} instead of {expected}"
+            yield Result(f"engine's tokens, {name}, {kind}", words, "those of the CPU", is_wrong=found != expected)

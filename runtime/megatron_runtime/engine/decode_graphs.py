@@ -11,18 +11,19 @@ import logging
 import time
 from collections.abc import Sequence as Slices
 from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_runtime.engine.context import DynamicInferenceContext
 from megatron_runtime.engine.context_limits import ContextLimits
+from megatron_runtime.engine.decode_inputs import DecodeInputs
 from megatron_runtime.engine.graph_sizes import graph_sizes
 from megatron_runtime.engine.packed_arrays import on_device
 from megatron_runtime.engine.sampling.gpu_edits import GpuEdits
-from megatron_runtime.engine.sampling.gpu_sampler import TRUNCATION_FIELDS, row_parameters
+from megatron_runtime.engine.sampling.gpu_sampler import TRUNCATION_FIELDS
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 from megatron_runtime.engine.scheduling.sequence import SequenceSlice
 from megatron_runtime.errors import ConfigurationError
@@ -30,21 +31,9 @@ from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.device_memory import naming_device_memory
 from megatron_runtime.model.experts import Experts
 from megatron_runtime.model.forward_batch import ForwardBatch
-from megatron_runtime.model.kernel_warm_up import NOT_STORED
 from megatron_runtime.model.kernels.gpu_attention import has_gpu_attention
 
 _logger = logging.getLogger(__name__)
-
-_ROW_FIELDS: dict[str, DTypeLike] = {
-    **{"tokens": np.int64, "positions": np.int64, "slots": np.int64},
-    **{"context_lengths": np.int32, "table_rows": np.int32},
-    **{"temperature": np.float32, "low": np.int32, "high": np.int32},
-    **{name: kind.dtype for kind, name in TRUNCATION_FIELDS.items()},
-}
-"""The inputs of each row of a pass, by the names of ForwardBatch, SampledRows and Truncations; ``table_rows`` are rows
-of the block tables."""
-_PADDING = {"slots": NOT_STORED, "context_lengths": 1}
-"""Inputs of a row of padding that are not 0, beside its row of the block tables."""
 
 
 class CapturedPass:
@@ -132,18 +121,12 @@ class DecodeGraphs:
         self._sizes = sizes
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]] = {}
         """By size: the model, and the sampler."""
-        self._padding_row = context.max_requests
-        largest, device = sizes[-1], model.device
+        largest, device, tables = sizes[-1], model.device, context.block_tables
+        self._inputs = DecodeInputs(tables, context.max_requests, largest)
         with naming_device_memory("for the buffers of CUDA graphs", device):
-            entries: dict[str, tuple[DTypeLike, int]] = {
-                "new_places": (np.int64, largest),
-                "new_blocks": (np.int32, largest),
-            }
-            fields = {name: (dtype, largest) for name, dtype in _ROW_FIELDS.items()}
-            self._arrays = PersistentArrays(entries | fields, device)
-            width = context.block_tables.width
-            self._flat_tables = torch.zeros((self._padding_row + 1) * width, dtype=torch.int32, device=device)
-            self._tables = self._flat_tables.view(-1, width)
+            self._arrays = PersistentArrays(self._inputs.fields, device)
+            self._flat_tables = torch.zeros((context.max_requests + 1) * tables.width, dtype=torch.int32, device=device)
+            self._tables = self._flat_tables.view(-1, tables.width)
             self._logits = torch.zeros(largest, model.config.vocab_size, device=device)
             self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
             self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
@@ -165,8 +148,7 @@ class DecodeGraphs:
 
         device, started = self._model.device, time.perf_counter()
         before = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        self._fill_padding(0)
-        self._fill_new_blocks(np.empty(0, np.int64), np.empty(0, np.int32))
+        self._inputs.write_nothing(self._arrays.host_arrays())
         self._arrays.send()
         gc.collect()  # Memory that is freed during a capture can't be returned to the driver.
         with naming_device_memory("while it captured CUDA graphs", device):
@@ -194,9 +176,8 @@ class DecodeGraphs:
     def begin(self, slices: Slices[SequenceSlice], size: int, rules: SamplingRules) -> CapturedPass:
         """Begin a pass on the graph of ``size`` rows, as from `size_for`."""
         count = len(slices)
-        self._fill(slices, rules)
-        self._fill_padding(count)
-        self._update_tables()
+        if more := self._inputs.write(self._arrays.host_arrays(), slices, rules):
+            self._update_tables(more)
         self._arrays.send()
         forward, sampling = self._graphs[size]
         forward.replay()
@@ -204,47 +185,14 @@ class DecodeGraphs:
         there = on_device(edits.arrays, self._model.device) if edits.arrays else {}
         return CapturedPass(self._logits[:count], self._tokens[:count], sampling, edits, there)
 
-    def _fill(self, slices: Slices[SequenceSlice], rules: SamplingRules) -> None:
-        count, tables = len(slices), self._context.block_tables
-        rows = np.fromiter((tables.sync(part.sequence) for part in slices), np.intp, count)
-        positions = np.fromiter((part.start for part in slices), np.int64, count)
-        tokens = np.fromiter((part.sequence.tokens[part.start] for part in slices), np.int64, count)
-        values: dict[str, NDArray[np.generic]] = {
-            **{"tokens": tokens, "positions": positions, "slots": tables.slots(rows, positions)},
-            **{"context_lengths": positions + 1, "table_rows": rows},
-            **row_parameters(rules),
-        }
-        here = self._arrays.host_arrays()
-        for name in _ROW_FIELDS:
-            here[name][:count] = values.get(name, 0)
-
-    def _fill_padding(self, count: int) -> None:
-        """In all rows but the first ``count``."""
-        here = self._arrays.host_arrays()
-        for name in _ROW_FIELDS:
-            here[name][count:] = _PADDING.get(name, 0)
-        here["table_rows"][count:] = self._padding_row
-
-    def _update_tables(self) -> None:
-        """Send the new entries of the block tables with the other inputs, and those beyond their room at once."""
-        tables = self._context.block_tables
-        places, blocks = tables.pop_changes()
-        room = len(self._every)
-        self._fill_new_blocks(places[:room], blocks[:room])
-        if len(places) > room:
-            try:
-                there = on_device({"places": places[room:], "blocks": blocks[room:]}, self._model.device)
-                self._flat_tables.index_copy_(0, there["places"], there["blocks"])
-            except BaseException:
-                tables.mark_all_changed()
-                raise
-
-    def _fill_new_blocks(self, places: NDArray[np.int64], blocks: NDArray[np.int32]) -> None:
-        here = self._arrays.host_arrays()
-        here["new_places"][:] = self._padding_row * self._tables.shape[1]
-        here["new_blocks"][:] = 0
-        here["new_places"][: len(places)] = places
-        here["new_blocks"][: len(blocks)] = blocks
+    def _update_tables(self, entries: dict[str, NDArray[Any]]) -> None:
+        """Write entries of the block tables by a copy of their own."""
+        try:
+            there = on_device(entries, self._model.device)
+            self._flat_tables.index_copy_(0, there["places"], there["blocks"])
+        except BaseException:
+            self._context.block_tables.mark_all_changed()
+            raise
 
     def _forward(self, size: int) -> None:
         """From the inputs to the logits: what is captured."""
