@@ -130,8 +130,8 @@ class DynamicInferenceContext:
         self.step_count += 1
         for part in slices:
             assert part.sequence.row is not None, f"request {part.sequence.request_id} has no row"
-            end = min(part.end, self._prefill_ends[part.sequence.row])
-            self.lifetime_prefill_token_count += max(0, end - part.start)
+            if part.start < (end := self._prefill_ends[part.sequence.row]):
+                self.lifetime_prefill_token_count += min(part.end, end) - part.start
 
     @property
     def max_requests(self) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_runtime.engine.context import DynamicInferenceContext
 from megatron_runtime.engine.context_limits import ContextLimits
-from megatron_runtime.engine.decode_inputs import DecodeInputs
+from megatron_runtime.engine.decode_inputs import DecodeInputs, is_decode_pass
 from megatron_runtime.engine.graph_sizes import graph_sizes
 from megatron_runtime.engine.packed_arrays import on_device
 from megatron_runtime.engine.sampling.gpu_edits import GpuEdits
@@ -168,7 +168,7 @@ class DecodeGraphs:
 
     def size_for(self, slices: Slices[SequenceSlice]) -> int | None:
         """The number of rows of the graph for a pass; None if it has to run eagerly."""
-        if not all(part.length == 1 and part.samples and part.num_pooled == 0 for part in slices):
+        if not is_decode_pass(slices):
             return None
         return next((size for size in self._sizes if size >= len(slices) and size in self._graphs), None)
 

@@ -29,6 +29,11 @@ _PADDING = {"slots": NOT_STORED, "context_lengths": 1}
 """Inputs of a row of padding that are not 0, beside its row of the block tables."""
 
 
+def is_decode_pass(slices: Slices[SequenceSlice]) -> bool:
+    """Whether each slice has one token, and samples the next one."""
+    return all(part.samples and part.end - part.start == 1 and part.sequence.pooling is None for part in slices)
+
+
 class DecodeInputs:
     """Writes the inputs of passes.
 

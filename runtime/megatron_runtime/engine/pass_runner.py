@@ -194,6 +194,8 @@ class PassRunner:
         return self._with_dead_ends(output, slices)
 
     def _log_prob_rows(self, slices: list[SequenceSlice]) -> LogProbRows | None:
+        if not any(part.num_log_probs for part in slices):
+            return None
         top_n = max(self._requests[part.sequence.request_id].params.top_n_logprobs for part in slices)
         return self._context.log_prob_rows(slices, top_n)
 
@@ -218,7 +220,7 @@ class PassRunner:
             row, token = next(tokens) if part.samples else (None, None)
             count = part.num_log_probs
             next_log_prob += count
-            states = next(pooled) if part.num_pooled else None
+            states = next(pooled) if output.pooled and part.num_pooled else None
             if not part.counts:
                 continue
             if states is not None and tracked.pooled is not None:
@@ -228,8 +230,10 @@ class PassRunner:
                     tracked, "error", EngineError(f"the grammar has no valid continuation: {output.dead_ends[row]}")
                 )
                 continue
-            first = next_log_prob - count
-            scores = self._controller.scores(output.log_probs, first, count, tracked.params)
+            scores: Scores = []
+            if count:
+                first = next_log_prob - count
+                scores = self._controller.scores(output.log_probs, first, count, tracked.params)
             self._settle_one(tracked, part, token, scores)
 
     def _settle_one(self, tracked: TrackedRequest, part: SequenceSlice, token: int | None, scores: Scores) -> None:
