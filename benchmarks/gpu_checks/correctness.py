@@ -23,6 +23,7 @@ from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 from megatron_runtime.gpu import rows
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.products import FIXED_ROWS, linear
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
@@ -48,6 +49,7 @@ def checks(sizes: Sizes) -> Iterator[Check]:
         yield f"attention, {kind}", partial(check_attention, dtype)
         yield f"rows, {kind}", partial(check_rows, dtype)
     yield "bits of a request in other batches", partial(check_bits, sizes.dtypes[-1])
+    yield "bits of products with fixed rows", partial(check_products, sizes)
     yield "sampled tokens", partial(check_sampler, sizes.vocabulary)
     yield "engine's tokens", check_engine
 
@@ -92,6 +94,20 @@ def check_bits(dtype: torch.dtype) -> Iterator[Result]:
     bits = [case.with_first_of(alone).on(DEVICE).attend(None, None)[:1].cpu() for case in (alone, *others)]
     differing = sum(not torch.equal(bits[0], other) for other in bits[1:])
     yield Result("bits of a request in other batches", f"{differing} of 2 differ", "0", is_wrong=differing > 0)
+
+
+def check_products(sizes: Sizes) -> Iterator[Result]:
+    """A row alone, and at three places of a batch. On a CPU the bits depend on the place in a product."""
+    generator, width = torch.Generator().manual_seed(5), int(sizes.model["hidden_size"])
+    places = (5, FIXED_ROWS + 3, 2 * FIXED_ROWS + 43) if sizes.has_gpu else (0, FIXED_ROWS, 2 * FIXED_ROWS)
+    weight = torch.randn(3 * width, width, generator=generator).to(DEVICE, sizes.dtype)
+    batch = torch.randn(3 * FIXED_ROWS - 20, width, generator=generator)
+    batch[list(places)] = batch[0].clone()
+    batch = batch.to(DEVICE, sizes.dtype)
+    alone = linear(batch[places[0] : places[0] + 1], weight, None, FIXED_ROWS).cpu()
+    together = linear(batch, weight, None, FIXED_ROWS).cpu()
+    differing = sum(not torch.equal(together[place], alone[0]) for place in places)
+    yield Result("bits of products with fixed rows", f"{differing} of 3 differ", "0", is_wrong=differing > 0)
 
 
 def check_sampler(vocabulary: int) -> Iterator[Result]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,6 +18,7 @@ from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
+from megatron_runtime.model.products import fix_rows
 
 SHARE_OF_FREE_MEMORY = 0.8
 
@@ -39,6 +41,12 @@ def measure(sizes: Sizes) -> Iterator[Result]:
     for context in sizes.contexts:
         for requests in sizes.batches:
             yield decode(model, sizes, requests, context, weights, bandwidth)
+    fix_rows(model)
+    for result in (
+        prefill(model, sizes, weights, flops),
+        *(decode(model, sizes, requests, sizes.contexts[0], weights, bandwidth) for requests in sizes.batches),
+    ):
+        yield replace(result, name=f"batch-invariant: {result.name}")
 
 
 def seconds(work: Callable[[], object], sizes: Sizes) -> float:

@@ -138,6 +138,10 @@ class InferenceConfig(UnavailableSettings):
     """Most requests of a graph; larger passes run eagerly."""
     use_cuda_graphs_for_non_decode_steps: bool = True
     """Has no effect: passes with prompts run eagerly."""
+    batch_invariant: bool = False
+    """Whether the bits of a request's results on a GPU must not depend on other requests: products with weights have a
+    fixed number of rows then, which takes longer. On a CPU they never depend on others, except where PyTorch's
+    attention is used."""
     materialize_only_last_token_logits: bool = False
     """Never computes logits of prompts, and fails requests with log probabilities of them. Otherwise only the requested
     ones are computed."""
@@ -278,6 +282,7 @@ _FLAGS = (
     "track_paused_request_events",
     "track_generated_token_events",
     "use_cuda_graphs_for_non_decode_steps",
+    "batch_invariant",
     "materialize_only_last_token_logits",
     "static_kv_memory_pointers",
 )

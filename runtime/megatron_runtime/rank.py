@@ -199,6 +199,7 @@ def _inference_config(engine: EngineOptions, plan: RankPlan) -> InferenceConfig:
         block_size_tokens=engine.block_size_tokens,
         max_requests=engine.max_requests,
         num_cuda_graphs=_num_cuda_graphs(engine),
+        batch_invariant=engine.batch_invariant,
         max_sequence_length=plan.max_sequence_length,
         enable_prefix_caching=engine.prefix_caching,
         enable_chunked_prefill=engine.chunked_prefill,

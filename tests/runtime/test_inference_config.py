@@ -79,6 +79,7 @@ def test_a_mode_can_be_set_by_its_name() -> None:
         ("cuda_graph_sizing_distribution", "cubic"),
         ("cuda_graph_max_tokens", 0),
         ("use_cuda_graphs_for_non_decode_steps", 1),
+        ("batch_invariant", "yes"),
     ],
 )
 def test_an_invalid_value_is_refused_and_its_field_is_named(field: str, value: object) -> None:

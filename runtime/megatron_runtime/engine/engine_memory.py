@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_runtime.config import KVCacheManagementMode
+from megatron_runtime.engine.batch_invariance import make_batch_invariant
 from megatron_runtime.engine.context import DynamicInferenceContext
 from megatron_runtime.engine.decode_graphs import make_decode_graphs
 from megatron_runtime.engine.text_generation_controller import TextGenerationController
@@ -20,12 +21,15 @@ class EngineMemory:
         context: The KV cache.
 
     Raises:
-        ConfigurationError: As `make_decode_graphs` and `DecodeGraphs`.
+        ConfigurationError: As `make_batch_invariant`, `make_decode_graphs` and `DecodeGraphs`.
     """
 
     def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext) -> None:
         self._controller = controller
         self._context = context
+        self._batch_invariant = context.config.batch_invariant
+        if self._batch_invariant:
+            make_batch_invariant(controller.model, context.kv_cache)
         self.graphs = make_decode_graphs(controller.model, context)
         """None: every pass runs eagerly."""
         self.capture_stats: dict[str, float] | None = None
@@ -58,6 +62,8 @@ class EngineMemory:
     def update_weights(self, weights: Weights) -> None:
         """As `refit.update_weights`; those of a live model are other tensors than before."""
         update_weights(self._controller.model, weights)
+        if self._batch_invariant:
+            make_batch_invariant(self._controller.model, self._context.kv_cache)
         if self.graphs is not None and self._controller.model.is_shared:
             self.graphs.release()
             if self._context.kv_cache.is_resident:

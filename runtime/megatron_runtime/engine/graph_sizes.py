@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_runtime.config import CudaGraphSizingDistribution, InferenceConfig
+from megatron_runtime.model.products import FIXED_ROWS
 
 _SMALL = (1, 2, 4)
 _LINEAR_STEPS = ((8, 256), (16, 1 << 30))
@@ -16,7 +17,8 @@ def graph_sizes(config: InferenceConfig, max_requests: int) -> list[int]:
     The largest is the most requests of a pass, or ``cuda_graph_max_tokens`` if that is less. ``exponential`` halves it
     down to 1; of these, the ``num_cuda_graphs`` largest are used. ``linear`` has ``num_cuda_graphs`` equal steps, which
     are rounded up to multiples of 8. With ``num_cuda_graphs=-1``, ``exponential`` has all of its sizes, and ``linear``
-    1, 2, 4, then steps of 8 up to 256, then of 16. These rules are those of Megatron Core.
+    1, 2, 4, then steps of 8 up to 256, then of 16. These rules are those of Megatron Core. With ``batch_invariant``
+    the sizes are rounded up to multiples of the rows of a product, so that nothing has to be padded.
 
     Args:
         config: The settings; None or 0 graphs: no sizes.
@@ -29,7 +31,10 @@ def graph_sizes(config: InferenceConfig, max_requests: int) -> list[int]:
         sizes = _linear(largest, count)
     else:
         sizes = _halved(largest)
-    return sizes if count < 0 else sizes[-count:]
+    sizes = sizes if count < 0 else sizes[-count:]
+    if config.batch_invariant:
+        return sorted({-(-size // FIXED_ROWS) * FIXED_ROWS for size in sizes})
+    return sizes
 
 
 def _halved(largest: int) -> list[int]:

@@ -71,6 +71,13 @@ class EngineFlags:
             " model permits it."
         ),
     ] = None
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant",
+            help="On a GPU, keep the bits of answers independent of other requests, which takes longer.",
+        ),
+    ] = EngineOptions.batch_invariant
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of equal prompt prefixes.")] = (
         EngineOptions.prefix_caching
     )

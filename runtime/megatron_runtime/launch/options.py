@@ -62,6 +62,7 @@ class EngineOptions:
     max_requests: int | None = None
     num_cuda_graphs: int | None = None
     """As of InferenceConfig; None: all sizes that the model permits on a GPU, and none on a CPU."""
+    batch_invariant: bool = False
     prefix_caching: bool = True
     chunked_prefill: bool = True
     kv_cache_management: str = "offload"
