@@ -39,7 +39,9 @@ class EngineMemory:
     def release(self) -> None:
         """Release it for a suspension. No pass is in flight; after RECOMPUTE, no sequence owns blocks."""
         mode, offloads = self._context.config.kv_cache_management_mode, self._context.config.offload_weights
-        if self.graphs is not None and (offloads or mode is not KVCacheManagementMode.PERSIST):
+        # The owner of a live model may move its weights meanwhile.
+        moves = offloads or mode is not KVCacheManagementMode.PERSIST or self._controller.model.is_shared
+        if self.graphs is not None and moves:
             self.graphs.release()
         if mode is KVCacheManagementMode.OFFLOAD:
             self._context.kv_cache.offload(self._context.allocator.held())
