@@ -35,6 +35,8 @@ from megatron_runtime.model.kernels.gpu_attention import has_gpu_attention
 
 _logger = logging.getLogger(__name__)
 
+_REMEDY = "use --num-cuda-graphs 0"
+
 
 class CapturedPass:
     """A decode pass of S requests that is begun; samples them as `sampler.TokenSampler`."""
@@ -123,7 +125,7 @@ class DecodeGraphs:
         """By size: the model, and the sampler."""
         largest, device, tables = sizes[-1], model.device, context.block_tables
         self._inputs = DecodeInputs(tables, context.max_requests, largest)
-        with naming_device_memory("for the buffers of CUDA graphs", device):
+        with naming_device_memory("for the buffers of CUDA graphs", device, remedy=_REMEDY):
             self._arrays = PersistentArrays(self._inputs.fields, device)
             self._flat_tables = torch.zeros((context.max_requests + 1) * tables.width, dtype=torch.int32, device=device)
             self._tables = self._flat_tables.view(-1, tables.width)
@@ -151,7 +153,7 @@ class DecodeGraphs:
         self._inputs.write_nothing(self._arrays.host_arrays())
         self._arrays.send()
         gc.collect()  # Memory that is freed during a capture can't be returned to the driver.
-        with naming_device_memory("while it captured CUDA graphs", device):
+        with naming_device_memory("while it captured CUDA graphs", device, remedy=_REMEDY):
             recorder = GraphRecorder(device)
             for size in reversed(self._sizes):  # so that smaller ones fit the memory of the largest one
                 forward = recorder.record(partial(self._forward, size))

@@ -263,6 +263,19 @@ def test_a_number_of_graphs_that_is_not_possible_is_refused(device: PretendedDev
     assert device.graphs == []
 
 
+@pytest.mark.usefixtures("device")
+def test_a_lack_of_memory_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr("megatron_runtime.gpu.graphs.GraphRecorder.record", fail)
+    expected = (
+        "^--device cuda: cuda:0 ran out of memory while it captured CUDA graphs .*; use --num-cuda-graphs 0, or"
+    )
+    with pytest.raises(ConfigurationError, match=expected):
+        captured_engine(one_layer())
+
+
 def test_the_pretended_device_computes_nothing_in_a_capture_and_refuses_waits(device: PretendedDevice) -> None:
     """And a replay overwrites what other graphs of its pool have computed."""
     one, total = torch.zeros(3, device="cuda"), torch.zeros(3, device="cuda")
