@@ -23,6 +23,7 @@ from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 from megatron_runtime.gpu import rows
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.products import FIXED_ROWS, linear
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
@@ -48,6 +49,7 @@ def checks(sizes: Sizes) -> Iterator[Check]:
         yield f"attention, {kind}", partial(check_attention, dtype)
         yield f"rows, {kind}", partial(check_rows, dtype)
     yield "bits of a request in other batches", partial(check_bits, sizes.dtypes[-1])
+    yield "bits of products with fixed rows", partial(check_products, sizes)
     yield "sampled tokens", partial(check_sampler, sizes.vocabulary)
     yield "engine's tokens", check_engine
 
@@ -94,6 +96,20 @@ def check_bits(dtype: torch.dtype) -> Iterator[Result]:
     yield Result("bits of a request in other batches", f"{differing} of 2 differ", "0", is_wrong=differing > 0)
 
 
+def check_products(sizes: Sizes) -> Iterator[Result]:
+    """A row alone, and at three places of a batch. On a CPU the bits depend on the place in a product."""
+    generator, width = torch.Generator().manual_seed(5), int(sizes.model["hidden_size"])
+    places = (5, FIXED_ROWS + 3, 2 * FIXED_ROWS + 43) if sizes.has_gpu else (0, FIXED_ROWS, 2 * FIXED_ROWS)
+    weight = torch.randn(3 * width, width, generator=generator).to(DEVICE, sizes.dtype)
+    batch = torch.randn(3 * FIXED_ROWS - 20, width, generator=generator)
+    batch[list(places)] = batch[0].clone()
+    batch = batch.to(DEVICE, sizes.dtype)
+    alone = linear(batch[places[0] : places[0] + 1], weight, None, FIXED_ROWS).cpu()
+    together = linear(batch, weight, None, FIXED_ROWS).cpu()
+    differing = sum(not torch.equal(together[place], alone[0]) for place in places)
+    yield Result("bits of products with fixed rows", f"{differing} of 3 differ", "0", is_wrong=differing > 0)
+
+
 def check_sampler(vocabulary: int) -> Iterator[Result]:
     """Tokens of the device against those of the CPU; the edge of a top-p may be rounded differently."""
     count = 8
@@ -124,16 +140,18 @@ def small_model() -> Decoder:
     return model
 
 
-def make_engine(model: Decoder) -> DynamicInferenceEngine:
+def make_engine(model: Decoder, num_cuda_graphs: int) -> DynamicInferenceEngine:
     """With a small cache."""
     tokenizer = Tokenizer(byte_backend(), location="bytes", eod=END)
-    settings = InferenceConfig(kv_cache_memory_bytes=1 << 20, max_sequence_length=128, max_requests=4)
+    settings = InferenceConfig(
+        kv_cache_memory_bytes=1 << 20, max_sequence_length=128, max_requests=3, num_cuda_graphs=num_cuda_graphs
+    )
     return DynamicInferenceEngine.build(model, tokenizer, settings)
 
 
-def generate(model: Decoder, params: dict[str, Any]) -> list[list[int]]:
-    """Tokens of two requests."""
-    engine = make_engine(model)
+def generate(model: Decoder, params: dict[str, Any], num_cuda_graphs: int = 0) -> list[list[int]]:
+    """Tokens of two requests, which a graph pads by one."""
+    engine = make_engine(model, num_cuda_graphs)
     given = {"seed": 7, "num_tokens_to_generate": 4, "ignore_eos": True} | params
     futures = [engine.add_request(at, [65 + at] * (5 + 9 * at), SamplingParams(**given)) for at in range(2)]
     while engine.has_unfinished_requests():
@@ -149,9 +167,11 @@ def on_device(model: Decoder) -> Decoder:
 
 
 def check_engine() -> Iterator[Result]:
-    """Its tokens in float32 against those of the CPU."""
+    """Its tokens in float32, of eager passes and of CUDA graphs, against those of the CPU."""
     model = small_model()
     for name, params in SAMPLERS.items():
-        expected, found = generate(model, params), generate(on_device(model), params)
-        words = "equal" if found == expected else f"{found} instead of {expected}"
-        yield Result(f"engine's tokens, {name}", words, "those of the CPU", is_wrong=found != expected)
+        expected = generate(model, params)
+        for kind, num_cuda_graphs in (("eager", 0), ("graphs", 1)):
+            found = generate(on_device(model), params, num_cuda_graphs)
+            words = "equal" if found == expected else f"{found} instead of {expected}"
+            yield Result(f"engine's tokens, {name}, {kind}", words, "those of the CPU", is_wrong=found != expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,11 +12,13 @@ from torch import Tensor
 
 from gpu_checks import memory
 from gpu_checks.results import DEVICE, Check, Result, Sizes
+from megatron_runtime.gpu.graphs import GraphRecorder
 from megatron_runtime.gpu.sampling import row_max
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
+from megatron_runtime.model.products import fix_rows
 
 SHARE_OF_FREE_MEMORY = 0.8
 
@@ -38,6 +41,12 @@ def measure(sizes: Sizes) -> Iterator[Result]:
     for context in sizes.contexts:
         for requests in sizes.batches:
             yield decode(model, sizes, requests, context, weights, bandwidth)
+    fix_rows(model)
+    for result in (
+        prefill(model, sizes, weights, flops),
+        *(decode(model, sizes, requests, sizes.contexts[0], weights, bandwidth) for requests in sizes.batches),
+    ):
+        yield replace(result, name=f"batch-invariant: {result.name}")
 
 
 def seconds(work: Callable[[], object], sizes: Sizes) -> float:
@@ -81,7 +90,7 @@ def random_model(sizes: Sizes) -> Decoder:
 
 
 def decode(model: Decoder, sizes: Sizes, requests: int, context: int, weights: int, bandwidth: float) -> Result:
-    """A pass of single tokens, with greedy sampling; the floor reads all weights and the cache once."""
+    """A pass of single tokens, with greedy sampling, as a CUDA graph; the floor reads weights and cache once."""
     name = f"decode, batch {requests}, context {context}"
     blocks = -(-context // sizes.page)
     cache_bytes = KVCache.block_bytes(model.config, sizes.page, sizes.dtype) * blocks * requests
@@ -93,10 +102,16 @@ def decode(model: Decoder, sizes: Sizes, requests: int, context: int, weights: i
         batch_of(sizes, requests, context, 1),
         KVCache(model.config, blocks * requests, sizes.page, sizes.dtype, DEVICE),
     )
-    took = seconds(lambda: row_max(logits_of(model, batch, cache)), sizes)
+
+    def work() -> None:
+        row_max(logits_of(model, batch, cache))
+
+    eager = seconds(work, sizes)
+    took = seconds(GraphRecorder(DEVICE).record(work).replay, sizes)
     # A copy reads and writes each byte, so reading alone takes half of its bytes at this rate, or more.
     floor = (weights + cache_bytes) / bandwidth
-    return Result(name, f"{took * 1e3:.3g} ms, {requests / took:.4g} tokens/s, {floor / took:.0%} of the floor")
+    words = f"{took * 1e3:.3g} ms ({eager * 1e3:.3g} ms eagerly), {requests / took:.4g} tokens/s"
+    return Result(name, f"{words}, {floor / took:.0%} of the floor")
 
 
 def prefill(model: Decoder, sizes: Sizes, weights: int, flops: float) -> Result:

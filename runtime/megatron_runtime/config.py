@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from megatron_runtime.errors import ConfigurationError
-from megatron_runtime.unavailable_settings import AsyncScheduleMode, CudaGraphSizingDistribution, UnavailableSettings
+from megatron_runtime.unavailable_settings import AsyncScheduleMode, UnavailableSettings
 
 __all__ = [
     "AsyncScheduleMode",
@@ -62,6 +62,15 @@ class PrefixCachingEvictionPolicy(StrEnum):
     """Not at all: requests share only blocks that they use at the same time."""
     LRU = "lru"
     """Until its memory is needed: least recently used first, and no block before those that continue it."""
+
+
+class CudaGraphSizingDistribution(StrEnum):
+    """How the sizes of CUDA graphs are chosen; `engine.graph_sizes` has the rules."""
+
+    EXPONENTIAL = "exponential"
+    """The largest one is halved repeatedly."""
+    LINEAR = "linear"
+    """In equal steps."""
 
 
 @dataclass
@@ -119,6 +128,20 @@ class InferenceConfig(UnavailableSettings):
     logprobs_mode: str = "raw_logprobs"
     """"raw_logprobs" reports the log probabilities of the model; "processed_logprobs" those of the sampled
     distribution, after penalties, biases, temperature and filters. Tokens of the prompt always have raw ones."""
+    num_cuda_graphs: int | None = None
+    """Number of batch sizes for which decode passes, with their sampling, are captured as CUDA graphs when the engine
+    is created. -1: all sizes of the distribution, or none if the model or its device does not permit graphs; any other
+    number is then an error. None and 0: every pass runs eagerly."""
+    cuda_graph_sizing_distribution: CudaGraphSizingDistribution = CudaGraphSizingDistribution.EXPONENTIAL
+    """How these sizes are chosen."""
+    cuda_graph_max_tokens: int = 512
+    """Most requests of a graph; larger passes run eagerly."""
+    use_cuda_graphs_for_non_decode_steps: bool = True
+    """Has no effect: passes with prompts run eagerly."""
+    batch_invariant: bool = False
+    """Whether the bits of a request's results on a GPU must not depend on other requests: products with weights have a
+    fixed number of rows then, which takes longer. On a CPU they never depend on others, except where PyTorch's
+    attention is used."""
     materialize_only_last_token_logits: bool = False
     """Never computes logits of prompts, and fails requests with log probabilities of them. Otherwise only the requested
     ones are computed."""
@@ -152,6 +175,9 @@ class InferenceConfig(UnavailableSettings):
         self.prefix_caching_coordinator_policy = _member(
             PrefixCachingCoordinatorPolicy, self, "prefix_caching_coordinator_policy"
         )
+        self.cuda_graph_sizing_distribution = _member(
+            CudaGraphSizingDistribution, self, "cuda_graph_sizing_distribution"
+        )
         self._require_one_of("logprobs_mode", LOGPROBS_MODES)
         self._require_one_of("sampling_backend", SAMPLING_BACKENDS)
         if self.sampling_backend == "flashinfer":
@@ -161,6 +187,9 @@ class InferenceConfig(UnavailableSettings):
     def _check_numbers(self) -> None:
         check_routing_alpha(self.prefix_caching_routing_alpha)
         self._require_whole("block_size_tokens")
+        self._require_whole("cuda_graph_max_tokens")
+        if self.num_cuda_graphs not in (None, 0, -1) or isinstance(self.num_cuda_graphs, bool | float):
+            self._require_whole("num_cuda_graphs", "None, 0, -1 for all sizes, or a whole number of at least 1")
         for name in ("kv_cache_memory_bytes", "max_requests", "max_tokens", "max_sequence_length"):
             if getattr(self, name) is not None:
                 self._require_whole(name)
@@ -221,10 +250,10 @@ class InferenceConfig(UnavailableSettings):
         if value not in known:
             raise ConfigurationError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}", field=name)
 
-    def _require_whole(self, name: str) -> None:
+    def _require_whole(self, name: str, allowed: str = "a whole number of at least 1") -> None:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1", field=name)
+            raise ConfigurationError(f"{name}={value!r} must be {allowed}", field=name)
 
     def _require_positive(self, name: str) -> None:
         value = getattr(self, name)
@@ -252,6 +281,8 @@ _FLAGS = (
     "offload_weights",
     "track_paused_request_events",
     "track_generated_token_events",
+    "use_cuda_graphs_for_non_decode_steps",
+    "batch_invariant",
     "materialize_only_last_token_logits",
     "static_kv_memory_pointers",
 )

@@ -198,6 +198,8 @@ def _inference_config(engine: EngineOptions, plan: RankPlan) -> InferenceConfig:
     return InferenceConfig(
         block_size_tokens=engine.block_size_tokens,
         max_requests=engine.max_requests,
+        num_cuda_graphs=_num_cuda_graphs(engine),
+        batch_invariant=engine.batch_invariant,
         max_sequence_length=plan.max_sequence_length,
         enable_prefix_caching=engine.prefix_caching,
         enable_chunked_prefill=engine.chunked_prefill,
@@ -206,6 +208,12 @@ def _inference_config(engine: EngineOptions, plan: RankPlan) -> InferenceConfig:
         logprobs_mode=engine.logprobs_mode,
         moe_enable_routing_replay=engine.moe_enable_routing_replay,
     )
+
+
+def _num_cuda_graphs(engine: EngineOptions) -> int | None:
+    if engine.num_cuda_graphs is None:
+        return -1 if engine.device == "cuda" else None
+    return engine.num_cuda_graphs
 
 
 async def _serve(link: ParentLink, options: RankOptions, plan: RankPlan, engine: DynamicInferenceEngine) -> None:

@@ -10,13 +10,6 @@ from typing import Any
 from megatron_runtime.errors import ConfigurationError
 
 
-class CudaGraphSizingDistribution(StrEnum):
-    """Values of ``cuda_graph_sizing_distribution``."""
-
-    EXPONENTIAL = "exponential"
-    LINEAR = "linear"
-
-
 class AsyncScheduleMode(StrEnum):
     """Values of ``async_sched_mode``."""
 
@@ -34,12 +27,8 @@ class UnavailableSettings:
         ConfigurationError: A setting requests a missing feature; names field, value and remedy.
     """
 
-    num_cuda_graphs: int | None = None
     cuda_graph_mixed_prefill_count: int = 16
-    cuda_graph_sizing_distribution: str = "exponential"
-    use_cuda_graphs_for_non_decode_steps: bool = True
     cuda_graph_all_prefills: bool = False
-    cuda_graph_max_tokens: int = 512
     mamba_inference_state_config: Any = None
     mamba_memory_ratio: float | None = None
     prefix_caching_mamba_gb: float | None = None
@@ -72,16 +61,12 @@ def _has_one_rank(groups: Any) -> bool:
     return bool(sizes) and max(sizes) == 1
 
 
-_NO_GRAPHS = "CUDA graphs are not supported, every pass runs eagerly"
+_NO_PREFILL_GRAPHS = "only passes without prompts run as CUDA graphs"
 _NO_RECURRENT_LAYERS = "models with recurrent layers are not supported"
 _NO_CONSENSUS = "data-parallel ranks run independently and need no consensus"
 _REFUSALS: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "num_cuda_graphs": ((None, 0), _NO_GRAPHS),
-    "cuda_graph_mixed_prefill_count": ((16,), _NO_GRAPHS),
-    "cuda_graph_sizing_distribution": (("exponential",), _NO_GRAPHS),
-    "use_cuda_graphs_for_non_decode_steps": ((True,), _NO_GRAPHS),
-    "cuda_graph_all_prefills": ((False,), _NO_GRAPHS),
-    "cuda_graph_max_tokens": ((512,), _NO_GRAPHS),
+    "cuda_graph_mixed_prefill_count": ((16, 0), _NO_PREFILL_GRAPHS),
+    "cuda_graph_all_prefills": ((False,), _NO_PREFILL_GRAPHS),
     "mamba_inference_state_config": ((None,), _NO_RECURRENT_LAYERS),
     "mamba_memory_ratio": ((None,), _NO_RECURRENT_LAYERS),
     "prefix_caching_mamba_gb": ((None,), _NO_RECURRENT_LAYERS),

@@ -12,12 +12,8 @@ from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.unavailable_settings import UnavailableSettings
 
 ASKED_FOR = {
-    "num_cuda_graphs": 16,
     "cuda_graph_mixed_prefill_count": 4,
-    "cuda_graph_sizing_distribution": "linear",
-    "use_cuda_graphs_for_non_decode_steps": False,
     "cuda_graph_all_prefills": True,
-    "cuda_graph_max_tokens": 64,
     "mamba_inference_state_config": object(),
     "mamba_memory_ratio": 0.5,
     "prefix_caching_mamba_gb": 1.0,
@@ -77,6 +73,13 @@ def test_a_mode_can_be_set_by_its_name() -> None:
         ("track_generated_token_events", 0),
         ("materialize_only_last_token_logits", 1),
         ("static_kv_memory_pointers", "no"),
+        ("num_cuda_graphs", -2),
+        ("num_cuda_graphs", True),
+        ("num_cuda_graphs", 0.0),
+        ("cuda_graph_sizing_distribution", "cubic"),
+        ("cuda_graph_max_tokens", 0),
+        ("use_cuda_graphs_for_non_decode_steps", 1),
+        ("batch_invariant", "yes"),
     ],
 )
 def test_an_invalid_value_is_refused_and_its_field_is_named(field: str, value: object) -> None:

@@ -64,6 +64,30 @@ def test_the_log_prob_mode_reaches_the_engine(rank_options: Any, flags: tuple[st
     assert rank._inference_config(options.engine, plan).logprobs_mode == mode
 
 
+@pytest.mark.parametrize(
+    ("flags", "count"),
+    [
+        ((), None),
+        (("--device", "cuda"), -1),
+        (("--device", "cuda", "--num-cuda-graphs", "0"), 0),
+        (("--device", "cuda", "--num-cuda-graphs", "4"), 4),
+    ],
+)
+def test_a_gpu_runs_cuda_graphs_unless_a_flag_says_otherwise(
+    rank_options: Any, flags: tuple[str, ...], count: int | None
+) -> None:
+    options, plan = rank_options(*flags)
+    assert rank._inference_config(options.engine, plan).num_cuda_graphs == count
+
+
+@pytest.mark.parametrize(("flags", "wanted"), [((), False), (("--batch-invariant",), True)])
+def test_bits_that_do_not_depend_on_the_batch_are_an_option(
+    rank_options: Any, flags: tuple[str, ...], wanted: bool
+) -> None:
+    options, plan = rank_options(*flags)
+    assert rank._inference_config(options.engine, plan).batch_invariant == wanted
+
+
 def test_an_unknown_log_prob_mode_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli.app, ["--model", str(tmp_path), "--logprobs-mode", "cooked"])
     assert done.exit_code == 2

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_runtime.config import InferenceConfig
+from megatron_runtime.engine.block_tables import BlockTables
 from megatron_runtime.engine.context_limits import ContextLimits
 from megatron_runtime.engine.packed_arrays import on_device
 from megatron_runtime.engine.routing_store import ExpertRouting
@@ -110,8 +111,9 @@ class DynamicInferenceContext:
         self.kv_cache: KVCache = self.limits.allocate(shard.cache_config, dtype, self.device)
         self.routing = ExpertRouting(model_config, shard, inference_config, self.limits.num_blocks)
         self._free_rows = list(range(self.limits.max_requests - 1, -1, -1))
-        self._block_tables = np.zeros((self.limits.max_requests, self.limits.max_blocks_per_sequence), np.int32)
-        self._num_blocks_known = [0] * self.limits.max_requests
+        self.block_tables = BlockTables(
+            self.limits.max_requests, self.limits.max_blocks_per_sequence, self.block_size_tokens
+        )
         self._sampling = SamplingTable(self.limits.max_requests, model_config.vocab_size)
         self._prefill_ends = [0] * self.limits.max_requests
         self.is_allocated = True
@@ -128,8 +130,8 @@ class DynamicInferenceContext:
         self.step_count += 1
         for part in slices:
             assert part.sequence.row is not None, f"request {part.sequence.request_id} has no row"
-            end = min(part.end, self._prefill_ends[part.sequence.row])
-            self.lifetime_prefill_token_count += max(0, end - part.start)
+            if part.start < (end := self._prefill_ends[part.sequence.row]):
+                self.lifetime_prefill_token_count += min(part.end, end) - part.start
 
     @property
     def max_requests(self) -> int:
@@ -158,7 +160,7 @@ class DynamicInferenceContext:
         """Assign a row to a sequence that starts to run. The other arguments are those of FilterRequest."""
         assert sequence.row is None, f"request {sequence.request_id} has a row already"
         sequence.row = row = self._free_rows.pop()
-        self._num_blocks_known[row] = 0
+        self.block_tables.clear(row)
         self._prefill_ends[row] = len(sequence.tokens)
         self._sampling.write(row, params, sequence.prompt_length, stop_ids, bad_sequences, guide, thinking)
 
@@ -177,7 +179,7 @@ class DynamicInferenceContext:
         query_starts = np.zeros(count + 1, np.int64)
         for index, part in enumerate(slices):
             sequence = part.sequence
-            rows[index] = self._sync_blocks(sequence)
+            rows[index] = self.block_tables.sync(sequence)
             starts[index] = part.start
             if part.length == 1:
                 tokens.append(sequence.tokens[part.start])
@@ -186,17 +188,14 @@ class DynamicInferenceContext:
             query_starts[index + 1] = len(tokens)
         lengths = np.diff(query_starts)
         positions = np.arange(len(tokens)) + np.repeat(starts - query_starts[:-1], lengths)
-        blocks = self._block_tables[np.repeat(rows, lengths), positions // self.block_size_tokens]
-        slots = blocks.astype(np.int64) * self.block_size_tokens + positions % self.block_size_tokens
         contexts = starts + lengths
-        widest = -(-int(contexts.max()) // self.block_size_tokens)
         arrays: dict[str, NDArray[np.generic]] = {
             "tokens": np.array(tokens, np.int64),
             "positions": positions,
-            "slots": slots,
+            "slots": self.block_tables.slots(np.repeat(rows, lengths), positions),
             "query_starts": query_starts.astype(np.int32),
             "context_lengths": contexts.astype(np.int32),
-            "block_tables": self._padded_tables(rows, contexts, widest),
+            "block_tables": self.block_tables.padded(rows, contexts),
             "logit_rows": _logit_rows(slices, query_starts),
         }
         return ForwardBatch(**on_device(arrays, self.device))
@@ -273,22 +272,6 @@ class DynamicInferenceContext:
         rows = [sequence.row for sequence in running]
         assert None not in rows, "a running sequence has no row"
         assert sorted([*self._free_rows, *(row for row in rows if row is not None)]) == list(range(self.max_requests))
-
-    def _sync_blocks(self, sequence: Sequence) -> int:
-        """Copy new blocks of the sequence to its row, and return the row."""
-        row = sequence.row
-        assert row is not None, f"request {sequence.request_id} has no row"
-        known, now = self._num_blocks_known[row], len(sequence.blocks)
-        if known != now:
-            self._block_tables[row, known:now] = sequence.blocks[known:now]
-            self._num_blocks_known[row] = now
-        return row
-
-    def _padded_tables(self, rows: NDArray[np.intp], contexts: NDArray[np.int64], widest: int) -> NDArray[np.int32]:
-        tables = self._block_tables[rows, :widest]
-        used = -(-contexts // self.block_size_tokens)
-        tables[np.arange(widest) >= used[:, None]] = 0
-        return tables
 
 
 def _logit_rows(slices: Slices[SequenceSlice], query_starts: NDArray[np.int64]) -> NDArray[np.int64]:

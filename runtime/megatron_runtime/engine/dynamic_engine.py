@@ -7,11 +7,10 @@ import itertools
 import time
 from collections.abc import Sequence as Tokens
 
-import torch
-
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.engine.admission import Admission, Prompt
 from megatron_runtime.engine.context import DynamicInferenceContext
+from megatron_runtime.engine.engine_memory import EngineMemory
 from megatron_runtime.engine.pass_runner import PassRunner
 from megatron_runtime.engine.request_book import Reports, RequestBook
 from megatron_runtime.engine.request_future import RequestFuture
@@ -26,8 +25,7 @@ from megatron_runtime.engine.worker.weight_updates import require_idle
 from megatron_runtime.errors import EngineSuspendedError, InvalidStateError, MegatronInferenceError
 from megatron_runtime.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.host_memory import return_freed_memory
-from megatron_runtime.model.refit import Weights, offload_weights, restore_weights, update_weights
+from megatron_runtime.model.refit import Weights
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.sampling_params import SamplingParams
@@ -74,7 +72,9 @@ class DynamicInferenceEngine(RunningEngine):
             timeout=self.config.request_timeout,
             prefix_caching=self.config.enable_prefix_caching,
         )
-        self._passes = PassRunner(controller, context, self.scheduler, self._requests)
+        self._memory = EngineMemory(controller, context)
+        self.capture_stats = self._memory.capture_stats
+        self._passes = PassRunner(controller, context, self.scheduler, self._requests, self._memory.graphs)
         self._log = StepLog(self.config.logging_step_interval, self.config.metrics_writer)
         self._ids = itertools.count()
 
@@ -206,20 +206,11 @@ class DynamicInferenceEngine(RunningEngine):
         if self.is_suspended:
             return
         self._passes.settle_all()
-        mode = self.config.kv_cache_management_mode
-        if mode is KVCacheManagementMode.OFFLOAD:
-            self.context.kv_cache.offload(self.context.allocator.held())
-        elif mode is KVCacheManagementMode.RECOMPUTE:
+        if self.config.kv_cache_management_mode is KVCacheManagementMode.RECOMPUTE:
             self._passes.evict_all()
             self.invalidate_prefix_cache()
-            self.context.kv_cache.release()
-        if self.config.offload_weights:
-            offload_weights(self.controller.model)
+        self._memory.release()
         self.is_suspended = True
-        if self.context.device.type == "cuda":
-            torch.cuda.empty_cache()
-        else:
-            return_freed_memory()
         self._note_change()
 
     def resume(self) -> None:
@@ -230,9 +221,8 @@ class DynamicInferenceEngine(RunningEngine):
         """
         if not self.is_suspended:
             return
-        if self.config.offload_weights:
-            restore_weights(self.controller.model, self.context.device)
-        self.context.kv_cache.restore()
+        self._memory.restore()
+        self.capture_stats = self._memory.capture_stats
         self.is_suspended = False
         self._note_change()
 
@@ -251,7 +241,7 @@ class DynamicInferenceEngine(RunningEngine):
             self._passes.finish(tracked, "abort")
         self._requests.pop_reports()
         self.invalidate_prefix_cache()
-        self._passes = PassRunner(self.controller, self.context, self.scheduler, self._requests)
+        self._passes = PassRunner(self.controller, self.context, self.scheduler, self._requests, self._memory.graphs)
         self._log = StepLog(self.config.logging_step_interval, self.config.metrics_writer)
         self._ids = itertools.count()
 
@@ -283,7 +273,8 @@ class DynamicInferenceEngine(RunningEngine):
         if self.attached_loop is not None and not self.attached_loop.ended:
             require_idle(self.state)
         self._passes.settle_all()
-        update_weights(self.controller.model, weights)
+        self._memory.update_weights(weights)
+        self.capture_stats = self._memory.capture_stats
         self.invalidate_prefix_cache()
         self.increment_staleness()
         self._requests.weight_version = self.weight_version + 1 if version is None else version
@@ -338,7 +329,7 @@ class DynamicInferenceEngine(RunningEngine):
             "active_request_ids": self.scheduler.running_ids,
             "finished_request_records": finished,
             "step_time": time.perf_counter() - started,
-            "cuda_graph_request_count": None,
+            "cuda_graph_request_count": self._passes.graph_size,
             "partial_outputs": partials,
         }
 

@@ -14,6 +14,8 @@ import torch
 from megatron_runtime.config import CUDA_SHARE, InferenceConfig
 from megatron_runtime.engine.context import LogProbRows
 from megatron_runtime.engine.context_limits import ContextLimits
+from megatron_runtime.engine.decode_graphs import buffer_bytes
+from megatron_runtime.engine.graph_sizes import graph_sizes
 from megatron_runtime.engine.sampling.exponential_noise import noise_keys
 from megatron_runtime.engine.sampling.filters.truncations import TopP
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
@@ -39,16 +41,27 @@ def measure_kv_cache_memory(controller: TextGenerationController, config: Infere
     """
     device = controller.model.device
     limits = largest_limits(controller, config)
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
     with naming_device_memory("in a pass of the largest size", device):
-        run_largest_pass(controller, limits, records_routing=config.moe_enable_routing_replay)
-    torch.cuda.synchronize(device)
-    largest = torch.cuda.max_memory_allocated(device) - before
+        largest = _bytes_of_pass(controller, limits, records_routing=config.moe_enable_routing_replay)
+        if sizes := graph_sizes(config, limits.max_requests):
+            # Graphs have memory of their own, as much as the largest of them needs.
+            captured = replace(limits, max_requests=sizes[-1], max_tokens=sizes[-1])
+            largest += _bytes_of_pass(controller, captured) + buffer_bytes(captured, controller.model.config.vocab_size)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return share_for_kv_cache(free, total, largest)
+
+
+def _bytes_of_pass(
+    controller: TextGenerationController, limits: ContextLimits, *, records_routing: bool = False
+) -> int:
+    device = controller.model.device
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run_largest_pass(controller, limits, records_routing=records_routing)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def share_for_kv_cache(free: int, total: int, largest_pass: int) -> int:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_runtime.engine.context import DynamicInferenceContext
+from megatron_runtime.engine.context import DynamicInferenceContext, LogProbRows
+from megatron_runtime.engine.decode_graphs import DecodeGraphs
 from megatron_runtime.engine.request_book import RequestBook
 from megatron_runtime.engine.sampling.sampler import NO_TOKEN
 from megatron_runtime.engine.scheduling.scheduler import Schedule, Scheduler
@@ -39,6 +40,7 @@ class PassRunner:
         context: The KV cache and its tables.
         scheduler: The scheduler over the context's allocator.
         requests: The open requests.
+        graphs: The CUDA graphs of passes without prompts; None: all passes run eagerly.
     """
 
     def __init__(
@@ -47,11 +49,15 @@ class PassRunner:
         context: DynamicInferenceContext,
         scheduler: Scheduler,
         requests: RequestBook,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._controller = controller
         self._context = context
         self._scheduler = scheduler
         self._requests = requests
+        self._graphs = graphs
+        self.graph_size: int | None = None
+        """Rows of the CUDA graph of the last pass; None: it ran eagerly."""
         self._in_flight: deque[_Pass] = deque()
         self.prompt_tokens_total = 0
         self.generated_tokens_total = 0
@@ -155,6 +161,9 @@ class PassRunner:
 
     def _run(self, slices: list[SequenceSlice]) -> PendingOutput:
         ranks = self._controller.model.ranks
+        self.graph_size = None if self._graphs is None else self._graphs.size_for(slices)
+        if self.graph_size is not None:
+            return share_output(ranks, slices, self._run_captured(slices, self.graph_size))
         batch = self._context.forward_batch(slices)
         tape = self._context.routing.tape(slices, self._context.device)
         if ranks.position.samples:
@@ -165,17 +174,32 @@ class PassRunner:
         self._context.routing.store(batch.slots, tape)
         return awaited_output(ranks, slices)
 
+    def _run_captured(self, slices: list[SequenceSlice], size: int) -> StepOutput:
+        assert self._graphs is not None, "graphs have sizes"
+        rules = self._context.sampling_rules(slices)
+        begun = self._graphs.begin(slices, size, rules)
+        output = self._controller.run_captured(begun, rules, self._log_prob_rows(slices))
+        return self._with_dead_ends(output, slices)
+
     def _sample(self, batch: ForwardBatch, slices: list[SequenceSlice], tape: RoutingTape | None) -> StepOutput:
-        top_n = max(self._requests[part.sequence.request_id].params.top_n_logprobs for part in slices)
         output = self._controller.run(
             batch,
             self._context.kv_cache,
             self._context.sampling_rules(slices),
             self._context.sampled_logit_rows(slices),
-            self._context.log_prob_rows(slices, top_n),
+            self._log_prob_rows(slices),
             tape,
             self._context.hidden_pool(slices),
         )
+        return self._with_dead_ends(output, slices)
+
+    def _log_prob_rows(self, slices: list[SequenceSlice]) -> LogProbRows | None:
+        if not any(part.num_log_probs for part in slices):
+            return None
+        top_n = max(self._requests[part.sequence.request_id].params.top_n_logprobs for part in slices)
+        return self._context.log_prob_rows(slices, top_n)
+
+    def _with_dead_ends(self, output: StepOutput, slices: list[SequenceSlice]) -> StepOutput:
         dead_ends = self._dead_ends(slices, output.tokens)
         return replace(output, dead_ends=dead_ends) if dead_ends else output
 
@@ -196,7 +220,7 @@ class PassRunner:
             row, token = next(tokens) if part.samples else (None, None)
             count = part.num_log_probs
             next_log_prob += count
-            states = next(pooled) if part.num_pooled else None
+            states = next(pooled) if output.pooled and part.num_pooled else None
             if not part.counts:
                 continue
             if states is not None and tracked.pooled is not None:
@@ -206,8 +230,10 @@ class PassRunner:
                     tracked, "error", EngineError(f"the grammar has no valid continuation: {output.dead_ends[row]}")
                 )
                 continue
-            first = next_log_prob - count
-            scores = self._controller.scores(output.log_probs, first, count, tracked.params)
+            scores: Scores = []
+            if count:
+                first = next_log_prob - count
+                scores = self._controller.scores(output.log_probs, first, count, tracked.params)
             self._settle_one(tracked, part, token, scores)
 
     def _settle_one(self, tracked: TrackedRequest, part: SequenceSlice, token: int | None, scores: Scores) -> None:

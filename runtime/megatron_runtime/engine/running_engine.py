@@ -39,8 +39,8 @@ class RunningEngine(ABC):
         self.engine_loop_task: asyncio.Task[None] | None = None
         """Runs ``attached_loop``, and ends when a client stops the engines; None without a coordinator."""
         self.capture_stats: dict[str, float] | None = None
-        """Time and memory of the capture of CUDA graphs. Always None, as in Megatron without CUDA graphs: every pass
-        runs eagerly."""
+        """Seconds and bytes of the last capture of CUDA graphs: ``time``, ``allocated_bytes`` and ``reserved_bytes``;
+        None without CUDA graphs."""
         self._state_events = {state: StateEvent(self, state) for state in EngineState if state in EVENTS}
         self._waiting: set[asyncio.Event] = set()
         self._profiler = StepProfiler()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from megatron_runtime.inference_request import DynamicInferenceRequestRecord
 
 
-@dataclass(frozen=True)
-class PartialOutput:
+class PartialOutput(NamedTuple):
     """New tokens of a streaming request, in order and without gaps.
 
     They never include the token that ended the answer and tokens of a stop string. If a stop string begins inside of a
@@ -62,6 +61,6 @@ class StepResult(TypedDict):
     step_time: float
     """Duration of the step in seconds."""
     cuda_graph_request_count: int | None
-    """None: there are no CUDA graphs."""
+    """Rows of the CUDA graph of the pass, with padding; None: it ran eagerly."""
     partial_outputs: dict[int, PartialOutput]
     """New tokens of streaming requests, by request id."""

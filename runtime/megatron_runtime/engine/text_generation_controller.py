@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron_runtime.engine.context import LogProbRows
+from megatron_runtime.engine.decode_graphs import CapturedPass
 from megatron_runtime.engine.inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.engine.packed_arrays import on_host
 from megatron_runtime.engine.sampling.log_probs import LogProbs, log_probs
-from megatron_runtime.engine.sampling.sampler import make_sampler
+from megatron_runtime.engine.sampling.sampler import TokenSampler, make_sampler
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 from megatron_runtime.engine.tracked_request import Scores
 from megatron_runtime.model.decoder import Decoder
@@ -74,9 +75,21 @@ class TextGenerationController:
         assert logits is not None, "this rank samples"
         sampled = logits if sampled_rows is None else logits[sampled_rows]
         sampler = make_sampler(rules, sampled.shape[1], sampled.device)
+        output = self._sample(logits, sampled, sampler, rules, wanted)
+        return output if pool is None else replace(output, pooled=pool.sums())
+
+    @torch.inference_mode()
+    def run_captured(self, begun: CapturedPass, rules: SamplingRules, wanted: LogProbRows | None) -> StepOutput:
+        """The same for a pass that a CUDA graph has begun, each of whose rows is sampled."""
+        return self._sample(begun.logits, begun.logits, begun, rules, wanted)
+
+    def _sample(
+        self, logits: Tensor, sampled: Tensor, sampler: TokenSampler, rules: SamplingRules, wanted: LogProbRows | None
+    ) -> StepOutput:
+        """Sample the rows ``sampled``, which may be the logits themselves; they are edited in place."""
         if rules.changes_logits:
-            # Log probabilities are those of the model, so their logits must not change.
-            sampled = sampled.clone() if wanted is not None and sampled_rows is None else sampled
+            # Log probabilities are those of the model.
+            logits = logits.clone() if wanted is not None and sampled is logits else logits
             sampler.edit_(sampled)
         tokens = sampler.sample(sampled)
         scores = None
@@ -84,7 +97,7 @@ class TextGenerationController:
             chosen, ids, values = _log_probs(logits, tokens, wanted)
             tokens, ids, chosen, values = on_host(tokens, ids, chosen, values)
             scores = LogProbs.from_arrays(chosen, ids, values)
-        return StepOutput(tokens.tolist(), scores, pooled=[] if pool is None else pool.sums())
+        return StepOutput(tokens.tolist(), scores)
 
     def scores(self, log_probs: LogProbs | None, start: int, count: int, params: SamplingParams) -> Scores:
         """Log probabilities of some positions, each with the most likely tokens as the parameters ask for.

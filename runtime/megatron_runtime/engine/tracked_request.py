@@ -92,7 +92,7 @@ class TrackedRequest:
     @property
     def current(self) -> DynamicInferenceRequest:
         """The current segment."""
-        return self.record[-1]
+        return self.record.requests[-1]
 
     def begin(self, sequence: Sequence) -> FinishReason | None:
         """Start with a sequence, which may have generated tokens. Returns the finish reason if these end it."""
@@ -125,7 +125,9 @@ class TrackedRequest:
         Returns:
             The reason if the request has ended.
         """
-        self._note_progress(part.end, samples=token is not None)
+        # Where tokens are generated, the whole prompt was computed by an earlier pass.
+        if token is None or self.current.status is not Status.ACTIVE_AND_GENERATING_TOKENS:
+            self._note_progress(part.end, samples=token is not None)
         reason: FinishReason | None = None
         if token is not None and len(part.sequence.tokens) >= part.sequence.max_length:
             # The pass only computed log probabilities: the sampled token is dropped.
@@ -178,15 +180,15 @@ class TrackedRequest:
         """The new tokens of a streaming request, if there are enough."""
         if not self.params.streaming:
             return None
-        start, end = self._num_emitted, self._num_visible(final)
-        if end - start < (1 if final else self.params.streaming_interval):
+        params, start, end = self.params, self._num_emitted, self._num_visible(final)
+        if end - start < (1 if final else params.streaming_interval):
             return None
         self._num_emitted = end
         return PartialOutput(
-            request_id=self.request_id,
-            new_tokens=self._generated[start:end],
-            new_log_probs=self._log_probs[start:end] if self.params.return_log_probs else None,
-            new_top_n_logprobs=self._top_n[start:end] if self.params.top_n_logprobs else None,
+            self.request_id,
+            self._generated[start:end],
+            self._log_probs[start:end] if params.return_log_probs else None,
+            self._top_n[start:end] if params.top_n_logprobs else None,
         )
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:

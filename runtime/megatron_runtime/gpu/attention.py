@@ -14,6 +14,9 @@ from megatron_runtime.gpu.launch import capability, launch, power_of_two
 SPLIT = 512
 """Tokens of a context that one program processes for a single query. Fixed: the sums of a query, and so its bits, would
 otherwise depend on the number of other requests."""
+MOST_SPLITS = 16
+"""Splits of a long context, which are longer. The memory for their results is limited, and so is the grid of a CUDA
+graph, which does not know the contexts. Fixed for the same reason."""
 SMALLEST_DOT = 16
 """Fewest rows of a matrix product of Triton."""
 WIDEST = 256
@@ -190,7 +193,7 @@ def _attend_splits(
     sinks = queries if limits.sinks is None else limits.sinks
     kv_heads, page, width = keys.shape[1:]
     heads, requests = queries.shape[1], len(batch.context_lengths)
-    splits = -(-batch.block_tables.shape[1] * page // SPLIT)
+    splits = min(-(-batch.block_tables.shape[1] * page // SPLIT), MOST_SPLITS)
     sizes = split_sizes(capability(queries), power_of_two(width), queries.element_size())
     partial, log_sums = output, output
     if splits > 1:
@@ -210,6 +213,7 @@ def _attend_splits(
         GROUP=heads // kv_heads,
         GROUP_PAD=max(power_of_two(heads // kv_heads), sizes.rows),
         SPLIT=SPLIT,
+        MOST_SPLITS=MOST_SPLITS,
         BLOCK_N=sizes.keys,
         CAPPED=limits.soft_cap is not None,
         IS_WHOLE=splits == 1,
@@ -224,6 +228,7 @@ def _attend_splits(
             (output, partial, log_sums, sinks, batch.query_starts, batch.context_lengths, limits.window or 0, splits),
             **constants,
             SPLIT=SPLIT,
+            MOST_SPLITS=MOST_SPLITS,
         )
 
 

@@ -136,16 +136,22 @@ def attend_tiles(
     tl.store(output + address, mean.to(output.dtype.element_ty), mask=exists)
 
 
+@triton.jit
+def split_length(context, SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr):
+    """Tokens of each split of a context: SPLIT, or the smallest multiple that makes at most MOST_SPLITS of them."""
+    return tl.maximum(tl.cdiv(tl.cdiv(context, SPLIT), MOST_SPLITS), 1) * SPLIT
+
+
 @triton.jit(do_not_specialize=["window", "table_stride", "num_splits"])
 def attend_splits(
     output, partial, log_sums, queries, keys, values, block_tables, query_starts, context_lengths, sinks, scale,
     window, soft_cap, block_stride, head_stride, table_stride, num_splits,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, WIDTH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, HAS_SINKS: tl.constexpr, CAPPED: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
+    WIDTH_PAD: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, HAS_SINKS: tl.constexpr,
+    CAPPED: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Requests with one new token: the heads of a key head, over SPLIT tokens of the context, in each program.
+    """Requests with one new token: the heads of a key head, over a split of the context, in each program.
 
     Writes ``partial``, float32 [requests, HEADS, num_splits, WIDTH], and binary logarithms of the sums of weights; or
     ``output`` if IS_WHOLE, where every context fits one split. Grid: [requests, key heads, num_splits].
@@ -155,8 +161,9 @@ def attend_splits(
     if tl.load(query_starts + request + 1) - start != 1:
         return
     context = tl.load(context_lengths + request)
-    begin = split * SPLIT
-    end = tl.minimum(context, begin + SPLIT)
+    length = split_length(context, SPLIT, MOST_SPLITS)
+    begin = split * length
+    end = tl.minimum(context, begin + length)
     if WINDOWED:
         begin = tl.maximum(begin, first_key(context - 1, window, CHUNKED) // BLOCK_N * BLOCK_N)
     if begin >= end:
@@ -192,8 +199,8 @@ def attend_splits(
 @triton.jit(do_not_specialize=["window", "num_splits"])
 def merge_splits(
     output, partial, log_sums, sinks, query_starts, context_lengths, window, num_splits,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr,
-    CHUNKED: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, SPLIT: tl.constexpr,
+    MOST_SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """The outputs of `attend_splits`, in the order of the splits. Grid: [requests, HEADS]."""
     request = tl.program_id(0)
@@ -202,9 +209,10 @@ def merge_splits(
     if tl.load(query_starts + request + 1) - start != 1:
         return
     context = tl.load(context_lengths + request)
+    length = split_length(context, SPLIT, MOST_SPLITS)
     begin = 0
     if WINDOWED:
-        begin = first_key(context - 1, window, CHUNKED) // SPLIT
+        begin = first_key(context - 1, window, CHUNKED) // length
     channel = tl.arange(0, WIDTH_PAD)
     first = (request.to(tl.int64) * HEADS + head) * num_splits
     top = tl.full([1], 0.0 if HAS_SINKS else float("-inf"), tl.float32)
@@ -213,7 +221,7 @@ def merge_splits(
         top += tl.load(sinks + head) * LOG2_E
         total += 1.0
     summed = tl.zeros([WIDTH_PAD], tl.float32)
-    for split in range(begin, tl.cdiv(context, SPLIT)):
+    for split in range(begin, tl.cdiv(context, length)):
         log_sum = tl.load(log_sums + first + split)
         mean = tl.load(partial + (first + split) * WIDTH + channel, mask=channel < WIDTH, other=0.0)
         highest = tl.maximum(top, log_sum)

@@ -67,6 +67,20 @@ class EngineFlags:
         typer.Option(help="Memory of each GPU, like 80Gi, for the check before the start. Default: as of nvidia-smi."),
     ] = None
     max_requests: Annotated[int | None, typer.Option(help="Most requests in one forward pass.")] = None
+    num_cuda_graphs: Annotated[
+        int | None,
+        typer.Option(
+            help="Batch sizes whose decode passes are CUDA graphs; 0: none; -1: all. Default: on a GPU all, where the"
+            " model permits it."
+        ),
+    ] = None
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant",
+            help="On a GPU, keep the bits of answers independent of other requests, which takes longer.",
+        ),
+    ] = EngineOptions.batch_invariant
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of equal prompt prefixes.")] = (
         EngineOptions.prefix_caching
     )

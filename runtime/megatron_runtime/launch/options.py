@@ -63,6 +63,9 @@ class EngineOptions:
     device_memory_bytes: int | None = None
     """Memory of each GPU, for the preflight; None: as nvidia-smi reports."""
     max_requests: int | None = None
+    num_cuda_graphs: int | None = None
+    """As of InferenceConfig; None: all sizes that the model permits on a GPU, and none on a CPU."""
+    batch_invariant: bool = False
     prefix_caching: bool = True
     chunked_prefill: bool = True
     kv_cache_management: str = "offload"
@@ -212,6 +215,7 @@ class LaunchOptions:
         _at_least("--hang-timeout", self.hang_timeout, MIN_HANG_TIMEOUT)
         _at_least("--max-sequence-length", engine.max_sequence_length, 2)
         _at_least("--max-requests", engine.max_requests, 1)
+        _at_least("--num-cuda-graphs", engine.num_cuda_graphs, -1)
         _at_least("--threads-per-rank", self.threads_per_rank, 1)
         for flag, seconds in (
             ("--request-timeout", self.request_timeout),

@@ -31,16 +31,18 @@ def describe_shortage(stage: str, device: torch.device, error: torch.OutOfMemory
 
 
 @contextlib.contextmanager
-def naming_device_memory(stage: str, device: torch.device) -> Iterator[None]:
+def naming_device_memory(stage: str, device: torch.device, *, remedy: str | None = None) -> Iterator[None]:
     """Turn a lack of memory in this block into a ConfigurationError: the same settings would fail again.
 
     Args:
         stage: Completes the sentence "the device ran out of memory ...".
         device: The device of the rank.
+        remedy: A further one, which is named first.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
+        remedies = _REMEDY if remedy is None else f"{remedy}, or {_REMEDY}"
         raise ConfigurationError(
-            f"--device {device.type}: {describe_shortage(stage, device, error)}; {_REMEDY}", field="device"
+            f"--device {device.type}: {describe_shortage(stage, device, error)}; {remedies}", field="device"
         ) from error

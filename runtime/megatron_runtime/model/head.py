@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from megatron_runtime.model.embedding import vocabulary_table
 from megatron_runtime.model.norms import make_norm
 from megatron_runtime.model.packed_linear import PackedLinear
+from megatron_runtime.model.products import linear
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.ranks import Ranks
 
@@ -22,6 +22,9 @@ class Head(nn.Module):
         ranks: The ranks with the other rows.
         table: That of the embedding, if it is on this rank and serves both; otherwise the head has a separate one.
     """
+
+    rows_together: int | None = None
+    """As ``rows`` of `products.linear`."""
 
     def __init__(self, shard: Shard, dtype: torch.dtype, ranks: Ranks, table: nn.Parameter | None) -> None:
         super().__init__()
@@ -41,7 +44,10 @@ class Head(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor | None:
         """[L, hidden] to logits, float32 [L, vocab], on the first rank of the layer; None on others."""
         normalized = self.norm(hidden)
-        logits = functional.linear(normalized, self.table) if self._packed is None else self._packed(normalized)
+        if self._packed is None:
+            logits = linear(normalized, self.table, None, self.rows_together)
+        else:
+            logits = self._packed(normalized)
         return self._ranks.gather(self._finish(logits.float()), self._widths)
 
     def pack(self) -> None:

@@ -16,6 +16,7 @@ from torch.nn import functional
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.host_memory import empty_matrix
 from megatron_runtime.model.kernels.row_kernels import gated_silu, has_gpu_row_kernels, has_row_kernels
+from megatron_runtime.model.products import linear
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -27,6 +28,9 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Linear(nn.Module):
     """``y = x W^T + b``, without an initialization that the checkpoint would overwrite."""
 
+    rows_together: int | None = None
+    """As ``rows`` of `products.linear`."""
+
     def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = empty_matrix(out_features, in_features, dtype)
@@ -34,7 +38,7 @@ class Linear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
-        return functional.linear(inputs, self.weight, self.bias)
+        return linear(inputs, self.weight, self.bias, self.rows_together)
 
 
 class FeedForward(nn.Module):

@@ -96,6 +96,17 @@ def test_contexts_of_several_splits_are_merged(
     assert (seen.double() - expected).norm() / expected.norm() < 5e-6
 
 
+@pytest.mark.parametrize("window", [None, 50, 100])
+def test_long_contexts_have_longer_splits(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five times the tokens that the usual splits reach, beside contexts with one and with all of the usual ones."""
+    monkeypatch.setattr(attention, "SPLIT", 32)
+    monkeypatch.setattr(attention, "MOST_SPLITS", 3)
+    lengths = ((3 * 32 * 5, 1), (3 * 32, 1), (3 * 32 + 1, 1), (3, 1))
+    case = PagedCase.random(lengths, (2, 1), 64, 16, torch.float32)
+    seen, expected = case.attend(window, None), case.expected(window, None)
+    assert (seen.double() - expected).norm() / expected.norm() < 5e-6
+
+
 def test_the_bits_of_a_request_do_not_depend_on_its_batch() -> None:
     """Alone, beside a context with more splits, and beside prompts."""
     alone = PagedCase.random(((90, 1),), (4, 2), 64, 16, torch.float16)

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from gpu_support.pretended import PretendedTensor, Work, pretended_device
-from runtime_support.byte_backend import END, byte_backend
+from gpu_support.small_engine import (
+    LAYERS,
+    LOWER_CASE,
+    generate,
+    on_gpu,
+    random_decoder,
+    small_engine,
+    suspend_and_resume,
+)
+from runtime_support.byte_backend import END
 
 from megatron_runtime.config import InferenceConfig
-from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.model.config import ClampedGate, ExpertsConfig, ModelConfig, QueryTemperature
-from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.config import ClampedGate, ExpertsConfig, QueryTemperature
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
-from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
-LAYERS = 2
 LAUNCHES_AROUND_LAYERS = 6
 """Embedding, rotation, and from the last layer to logits."""
 LAUNCHES_PER_LAYER = 11
@@ -39,55 +43,6 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_runtime.gpu.attention.SPLIT", SPLIT)
 
 
-def random_decoder(**changes: Any) -> Decoder:
-    """Two layers of random weights that make the most likely token unambiguous."""
-    sizes: dict[str, Any] = {
-        "architecture": "llama",
-        "vocab_size": END + 1,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e4,
-        "tie_word_embeddings": False,
-    }
-    model = Decoder(ModelConfig(**(sizes | changes)), dtype=torch.float32)
-    generator = torch.Generator().manual_seed(3)
-    for weight in model.parameters():
-        weight.data.fill_(1.0) if weight.dim() == 1 else weight.data.normal_(std=0.4, generator=generator)
-    return model
-
-
-def generate(
-    model: Decoder, params: dict[str, Any], between: Callable[[DynamicInferenceEngine], None] | None, **config: Any
-) -> list[list[int]]:
-    """Tokens of four requests of different lengths."""
-    tokenizer = Tokenizer(byte_backend(), location="bytes", eod=END)
-    settings = InferenceConfig(kv_cache_memory_bytes=1 << 20, max_sequence_length=256, max_requests=4, **config)
-    engine = DynamicInferenceEngine.build(model, tokenizer, settings)
-    futures = []
-    for index in range(4):
-        prompt = [65 + (index * 3 + at * at) % 60 for at in range(3 + 7 * index)]
-        given = {"temperature": 0.0, "seed": 7 + index, "num_tokens_to_generate": 4, "ignore_eos": True} | params
-        futures.append(engine.add_request(index, prompt, SamplingParams(**given)))
-    while engine.has_unfinished_requests():
-        engine.step_modern()
-        if between is not None and engine.context.step_count == 3:
-            between(engine)
-    return [future.result(timeout=0).merge().generated_tokens for future in futures]
-
-
-def suspend_and_resume(engine: DynamicInferenceEngine) -> None:
-    """Once."""
-    engine.suspend()
-    engine.resume()
-
-
-LOWER_CASE = "start: /[a-z]+/"
 EXPERTS = ExpertsConfig(count=8, per_token=2, intermediate_size=64)
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -121,15 +76,15 @@ CASES: dict[str, dict[str, Any]] = {
 def test_the_engine_gives_the_tokens_of_the_cpu(case: dict[str, Any]) -> None:
     given = {"params": {}, "between": None, "config": {}, "model": {}} | case
     model = random_decoder(**given["model"])
-    expected = generate(model, given["params"], given["between"], **given["config"])
+    expected = generate(small_engine(model, **given["config"]), given["params"], given["between"])
     with pretended_device() as device:
-        other = Decoder(model.config, dtype=model.dtype, device="cuda")
-        other.copy_from(model)
+        other = on_gpu(model)
         assert isinstance(next(other.parameters()), PretendedTensor)
         other.prepare_kernels(InferenceConfig().block_size_tokens)
         compiled = device.work.variants
         device.work = Work()
-        assert generate(other, given["params"], given["between"], **given["config"]) == expected
+        engine = small_engine(other, **given["config"])
+        assert generate(engine, given["params"], given["between"]) == expected
     assert device.work.variants <= compiled, "a request would wait for the compiler"
     assert not any("context.py" in line or "packed_arrays.py" in line for line in +device.work.copies)
     assert device.work.pinned_copies > 0
@@ -140,15 +95,14 @@ def test_the_engine_gives_the_tokens_of_the_cpu(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("length", [9, 2 * SPLIT + 5], ids=["one split", "several splits"])
 def test_a_decode_pass_has_few_launches_no_wait_and_no_copy(length: int) -> None:
-    """What a CUDA graph asks of the code that it captures; the sampler is not part of it yet."""
+    """What a CUDA graph asks of the code that it captures."""
     requests, page = 2, 32
     blocks = -(-length // page)
     counted = []
     for layers in (1, 2):
         model = random_decoder(num_layers=layers, max_position_embeddings=1024)
         with pretended_device() as device, torch.inference_mode():
-            other = Decoder(model.config, dtype=model.dtype, device="cuda")
-            other.copy_from(model)
+            other = on_gpu(model)
             cache = KVCache(model.config, blocks * requests, page, model.dtype, "cuda")
             tables = torch.arange(blocks * requests, dtype=torch.int32).view(requests, blocks)
             last = torch.full((requests,), length - 1)
@@ -202,11 +156,7 @@ def test_a_step_waits_once_for_one_copy_of_its_results(
     counted = []
     for count in (1, 3):
         with pretended_device() as device:
-            other = Decoder(model.config, dtype=model.dtype, device="cuda")
-            other.copy_from(model)
-            tokenizer = Tokenizer(byte_backend(), location="bytes", eod=END)
-            settings = InferenceConfig(kv_cache_memory_bytes=1 << 20, **config)
-            engine = DynamicInferenceEngine.build(other, tokenizer, settings)
+            engine = small_engine(on_gpu(model), **config)
             for index in range(count):
                 given = {"num_tokens_to_generate": 8, "skip_prompt_log_probs": True} | params
                 engine.add_request(index, [65] * 5, SamplingParams(**given))

@@ -33,8 +33,11 @@ def test_the_dry_run_goes_through_all_checks_and_finds_nothing_wrong(
         "norm, float16",
         "bits of",
         "sampled tokens",
-        "engine's tokens, all",
+        "engine's tokens, all samplers, eager",
+        "engine's tokens, all samplers, graphs",
         "decode, batch 2",
+        "bits of products",
+        "batch-invariant: decode, batch 2",
     )
     assert all(f"| {name}" in printed for name in (*names, "KV cache given", "ceiling: copy", "prefill of 20 tokens"))
     assert "WRONG" not in printed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,22 +11,11 @@ from torch import Tensor
 
 from megatron_runtime.engine.packed_arrays import on_device
 from megatron_runtime.engine.sampling.exponential_noise import key_halves
-from megatron_runtime.engine.sampling.filters.grammar import GrammarMask
-from megatron_runtime.engine.sampling.filters.protocol import LogitsEdit
-from megatron_runtime.engine.sampling.filters.token_filter import Operation, TokenEdits
 from megatron_runtime.engine.sampling.filters.truncations import MinP, TopK, TopNSigma, TopP, Truncation
+from megatron_runtime.engine.sampling.gpu_edits import GpuEdits
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 from megatron_runtime.model.kernels.triton_support import has_triton
 
-_WORD = 32
-_BYTES_OF_AN_EDIT = 12
-_OPERATIONS = {
-    Operation.ADD: "add",
-    Operation.PENALIZE: "penalize",
-    Operation.SUBTRACT: "subtract",
-    Operation.EXCLUDE: "subtract",
-}
-"""The kernel's names."""
 TRUNCATION_FIELDS: dict[type[Truncation], str] = {
     TopNSigma: "top_n_sigma",
     TopK: "top_k",
@@ -56,12 +44,8 @@ class GpuSampler:
         from megatron_runtime.gpu import sampling
 
         self._kernels = sampling
-        edits = _Edits.of(rules.edits, vocab_size)
-        self._operations = [_OPERATIONS[edit.kind.operation] for edit in edits.values]
-        arrays = _row_arrays(rules)
-        for index, edit in enumerate(edits.values):
-            arrays |= {f"places {index}": edit.places, f"values {index}": edit.values}
-        arrays |= _mask_arrays(edits, len(rules.keys), vocab_size)
+        self._edits = GpuEdits(rules.edits, len(rules.keys), vocab_size)
+        arrays = _row_arrays(rules) | self._edits.arrays
         self._arrays = there = on_device(arrays, device) if arrays else {}
         self._rows: sampling.SampledRows | None = None
         """None if all rows are greedy."""
@@ -72,13 +56,8 @@ class GpuSampler:
             self._rows = sampling.SampledRows(there["temperature"], there["low"], there["high"], truncations)
 
     def edit_(self, logits: Tensor) -> None:
-        """Apply the edits to the logits, float32 [S, vocab] and contiguous, in place: a launch for each edit of some
-        tokens, and one for the masks of all others."""
-        for index, operation in enumerate(self._operations):
-            places, values = self._arrays[f"places {index}"], self._arrays[f"values {index}"]
-            self._kernels.edit(logits, places, values, operation)
-        if "masks" in self._arrays:
-            self._kernels.exclude(logits, self._arrays["masked rows"], self._arrays["masks"])
+        """As in `sampler.Sampler`."""
+        self._edits.apply_(logits, self._arrays)
 
     def sample(self, logits: Tensor) -> Tensor:
         """As `sampler.sample`."""
@@ -98,82 +77,23 @@ class GpuSampler:
         return torch.where(is_scaled, scaled, logits).log_softmax(dim=-1)
 
 
-def _row_arrays(rules: SamplingRules) -> dict[str, NDArray[Any]]:
-    """The parameters of the rows, unless all are greedy; those of truncations only if any row uses one."""
-    is_stochastic = rules.is_stochastic
-    if not is_stochastic.any():
-        return {}
+def row_parameters(rules: SamplingRules) -> dict[str, NDArray[Any]]:
+    """The parameters of all rows, each [S]: fields of SampledRows and Truncations. Those of truncations that no row
+    uses are missing; 0 disables each of them."""
     low, high = key_halves(rules.keys)
     arrays: dict[str, NDArray[Any]] = {
-        "temperature": np.where(is_stochastic, rules.temperature, np.float32(0)),
+        "temperature": np.where(rules.is_stochastic, rules.temperature, np.float32(0)),
         "low": low.numpy(),
         "high": high.numpy(),
     }
-    if (rules.is_truncated & is_stochastic).any():
-        arrays |= {name: np.zeros(len(rules.keys), kind.dtype) for kind, name in TRUNCATION_FIELDS.items()}
-        arrays |= {TRUNCATION_FIELDS[type(truncation)]: truncation.values for truncation in rules.truncations}
-    return arrays
+    return arrays | {TRUNCATION_FIELDS[type(each)]: each.values for each in rules.truncations}
 
 
-@dataclass(frozen=True)
-class _Edits:
-    """The edits of a batch by the kernel that applies them."""
-
-    values: list[TokenEdits]
-    """Changes of some tokens."""
-    exclusions: list[TokenEdits]
-    """Exclusions of so many tokens that they become masks."""
-    grammars: list[GrammarMask]
-
-    @classmethod
-    def of(cls, edits: tuple[LogitsEdit, ...], vocab_size: int) -> _Edits:
-        sorted_ = cls([], [], [])
-        for edit in edits:
-            if isinstance(edit, GrammarMask):
-                sorted_.grammars.append(edit)
-            elif isinstance(edit, TokenEdits):
-                (sorted_.exclusions if _needs_mask(edit, vocab_size) else sorted_.values).append(edit)
-            else:
-                name = type(edit).__name__
-                raise TypeError(f"the edit {name} has no form for GPUs: GpuSampler knows TokenEdits and GrammarMask")
-        return sorted_
-
-
-def _needs_mask(edit: TokenEdits, vocab_size: int) -> bool:
-    """Whether it excludes so many tokens that masks have fewer bytes than their places and values."""
-    if edit.kind.operation is not Operation.EXCLUDE:
-        return False
-    rows = 1 + np.count_nonzero(np.diff(edit.places // vocab_size))
-    return bool(len(edit.places) * _BYTES_OF_AN_EDIT > rows * vocab_size // 8)
-
-
-def _mask_arrays(edits: _Edits, count: int, vocab_size: int) -> dict[str, NDArray[Any]]:
-    """Bit masks of the excluded tokens, for the rows that have any. An exclusion commutes with every other edit."""
-    if not edits.grammars and not edits.exclusions:
+def _row_arrays(rules: SamplingRules) -> dict[str, NDArray[Any]]:
+    """The same, unless all rows are greedy; with the parameters of all truncations if any row uses one."""
+    if not rules.is_stochastic.any():
         return {}
-    is_masked = np.zeros(count, np.bool_)
-    for excluded in (
-        *(mask.rows for mask in edits.grammars),
-        *(edit.places // vocab_size for edit in edits.exclusions),
-    ):
-        is_masked[excluded] = True
-    rows = np.flatnonzero(is_masked)
-    place = is_masked.cumsum() - 1
-    words = -(-vocab_size // _WORD)
-    masks = np.zeros((len(rows), words), np.uint32)
-    for mask in edits.grammars:
-        masks[place[mask.rows]] |= _excluded_bits(mask.allowed, words)
-    for edit in edits.exclusions:
-        row, token = np.divmod(edit.places, vocab_size)
-        own = np.zeros_like(masks)
-        # The tokens of a row are distinct, so that adding their bits is the same as combining them.
-        np.add.at(own, (place[row], token // _WORD), np.uint32(1) << (token % _WORD).astype(np.uint32))
-        masks |= own
-    return {"masked rows": rows.astype(np.int64), "masks": masks.view(np.int32)}
-
-
-def _excluded_bits(allowed: NDArray[np.bool_], words: int) -> NDArray[np.uint32]:
-    """bool [G, vocab] as bits of what is not allowed: uint32 [G, words], the first in the lowest bit of a word."""
-    packed = np.zeros((len(allowed), words * _WORD // 8), np.uint8)
-    packed[:, : -(-allowed.shape[1] // 8)] = np.packbits(allowed, axis=1, bitorder="little")
-    return ~packed.view("<u4")
+    arrays = row_parameters(rules)
+    if not (rules.is_truncated & rules.is_stochastic).any():
+        return {name: values for name, values in arrays.items() if name not in TRUNCATION_FIELDS.values()}
+    return {name: np.zeros(len(rules.keys), kind.dtype) for kind, name in TRUNCATION_FIELDS.items()} | arrays

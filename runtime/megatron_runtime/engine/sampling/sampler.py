@@ -19,14 +19,18 @@ NO_TOKEN = -1
 """Marks a row whose logits are not finite."""
 
 
-class Sampler(Protocol):
-    """The sampling rules of a batch of S rows, on the device of its logits."""
+class TokenSampler(Protocol):
+    """Samples a batch of S rows by its sampling rules, on the device of its logits."""
 
     def edit_(self, logits: Tensor) -> None:
         """Apply the edits to the logits, float32 [S, vocab] and contiguous, in place."""
 
     def sample(self, logits: Tensor) -> Tensor:
         """As the function `sample`."""
+
+
+class Sampler(TokenSampler, Protocol):
+    """The same, with the distribution that it samples from."""
 
     def processed_log_probs(self, logits: Tensor) -> Tensor:
         """As the function `processed_log_probs`."""

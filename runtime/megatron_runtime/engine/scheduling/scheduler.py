@@ -140,7 +140,7 @@ class Scheduler:
                 break
             if not sequence.is_running or not sequence.num_left:
                 continue
-            if self._should_pause(sequence, paused):
+            if self.limits.paused_blocks and self._should_pause(sequence, paused):
                 paused.append(sequence)
             elif self._grow(sequence, evicted):
                 num_behind = len(running) - index - 1
@@ -211,16 +211,19 @@ class Scheduler:
     def _should_pause(self, sequence: Sequence, paused: list[Sequence]) -> bool:
         """True if a running sequence lacks blocks and may wait with its own; never for the most urgent one."""
         is_first = sequence is self._running.first
-        if not self.limits.paused_blocks or is_first or self.allocator.can_allocate(self._missing(sequence)):
+        if is_first or self.allocator.can_allocate(self._missing(sequence)):
             return False
         return sum(len(each.blocks) for each in (*paused, sequence)) <= self.limits.paused_blocks
 
     def _missing(self, sequence: Sequence) -> int:
-        return self.blocks_for(len(sequence.tokens)) - len(sequence.blocks)
+        # As blocks_for, without its call for each sequence of each pass.
+        return -(-len(sequence.tokens) // self.limits.block_size_tokens) - len(sequence.blocks)
 
     def _grow(self, sequence: Sequence, evicted: list[Sequence]) -> bool:
         """Allocate the blocks that the known tokens of a running sequence need; False if it was evicted itself."""
         missing = self._missing(sequence)
+        if not missing:
+            return True  # as in nearly every pass
         while not self.allocator.can_allocate(missing):
             if self._evict_last(evicted) is sequence:
                 return False

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.config import ModelConfig
@@ -18,6 +17,7 @@ from megatron_runtime.model.latent_attention import MLASelfAttention
 from megatron_runtime.model.layers import FeedForward
 from megatron_runtime.model.megatron.gpt_config import model_config
 from megatron_runtime.model.positions import Positions
+from megatron_runtime.model.products import linear
 from megatron_runtime.model.self_attention import SelfAttention
 
 _TABLE = "embedding.word_embeddings.weight"
@@ -142,13 +142,16 @@ def place(module: nn.Module, attribute: str, tensor: Tensor, name: str) -> None:
 class _ConvertingLinear(nn.Module):
     """A router's matrix with another data type than its logits, converted in every pass."""
 
+    rows_together: int | None = None
+    """As ``rows`` of `products.linear`."""
+
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[T, in] to [T, out]."""
-        return functional.linear(inputs, self.weight.to(inputs.dtype))
+        return linear(inputs, self.weight.to(inputs.dtype), None, self.rows_together)
 
 
 def _share_layer(layer: DecoderLayer, source: _Tensors, prefix: str) -> None:

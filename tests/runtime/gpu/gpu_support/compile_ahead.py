@@ -33,6 +33,7 @@ Case = tuple[str, Any, dict[str, Any], dict[str, str], dict[str, int]]
 
 def attention_cases(capability: int) -> Iterator[Case]:
     """The kernels of attention, at the sizes of an 8B model and of wider heads."""
+    splitting = {"SPLIT": attention.SPLIT, "MOST_SPLITS": attention.MOST_SPLITS}
     for width in (128, 256):
         common = {"HEADS": 32, "WIDTH": width, "WIDTH_PAD": width, "PAGE": 16} | LIMITS
         tiles, splits = (sizes(capability, width, 2) for sizes in (attention.tile_sizes, attention.split_sizes))
@@ -48,13 +49,11 @@ def attention_cases(capability: int) -> Iterator[Case]:
         yield (
             f"attend_splits {width}",
             attention_kernels.attend_splits,
-            common
-            | group
-            | {"GROUP_PAD": splits.rows, "BLOCK_N": splits.keys, "SPLIT": attention.SPLIT, "IS_WHOLE": False},
+            common | group | {"GROUP_PAD": splits.rows, "BLOCK_N": splits.keys, "IS_WHOLE": False} | splitting,
             pointers | {"partial": "fp32", "log_sums": "fp32"},
             {"num_warps": splits.warps, "num_stages": splits.stages},
         )
-    merge = {"HEADS": 32, "WIDTH": 128, "WIDTH_PAD": 128, "SPLIT": attention.SPLIT} | LIMITS
+    merge = {"HEADS": 32, "WIDTH": 128, "WIDTH_PAD": 128} | splitting | LIMITS
     pointers = {"output": "bf16", "partial": "fp32", "log_sums": "fp32", "sinks": "fp32"}
     yield "merge_splits", attention_kernels.merge_splits, merge, pointers, {"num_warps": 4}
     rotate = {"QUERY_HEADS": 32, "KV_HEADS": 8, "WIDTH": 128, "WIDTH_PAD": 128, "TURNED": 128, "PAGE": 16, "BLOCK_H": 8}

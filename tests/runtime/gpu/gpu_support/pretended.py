@@ -10,7 +10,7 @@ import ctypes
 import inspect
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from gpu_support.pretended_graphs import PretendedGraph, graph_functions
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
@@ -48,6 +49,8 @@ class Work:
     copies: Counter[str] = field(default_factory=Counter)
     """Copies from unpinned host memory, for which the host waits as well."""
     pinned_copies: int = 0
+    replays: int = 0
+    """Launches of graphs, each of which is one of ``launches``."""
 
 
 class PretendedTensor(Tensor):
@@ -83,23 +86,24 @@ class PretendedTensor(Tensor):
 
     def tolist(self) -> Any:
         """As of a tensor."""
+        self.device_.refuse_in_capture("tolist")
         self.device_.work.waits[_line()] += 1
         return self.content.tolist()
 
     def __getitem__(self, index: Any) -> Any:
         """As of a tensor."""
         plain, is_gather = self.device_.index(index)
-        self.device_.work.launches += is_gather
         with _disable_current_modes():
+            if is_gather:
+                return PretendedTensor(self.device_.launched(lambda: self.content[plain]), self.device_)
             return PretendedTensor(self.content[plain], self.device_)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """As of a tensor."""
         self.device_.refuse_host([value], "setitem")
         plain, _ = self.device_.index(index)
-        self.device_.work.launches += 1
         with _disable_current_modes():
-            self.content[plain] = _content(value)
+            self.device_.changed(lambda: self.content.__setitem__(plain, _content(value)))
 
     def __iter__(self) -> Iterator[Any]:
         """As of a tensor."""
@@ -112,6 +116,10 @@ class PretendedDevice(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.work = Work()
+        self.capture: PretendedGraph | None = None
+        """The graph that notes all work at present."""
+        self.graphs: list[PretendedGraph] = []
+        """All that were captured."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Every operator."""
@@ -127,6 +135,8 @@ class PretendedDevice(TorchDispatchMode):
         is_made_here = any(isinstance(each, torch.device) and each.type == "cuda" for each in flat)
         if not here and not is_made_here:
             is_pinned = kwargs.get("pin_memory") is True  # Pinned memory needs a driver.
+            if is_pinned:
+                self.refuse_in_capture("an allocation of pinned memory")
             made = func(*args, **(kwargs | {"pin_memory": False} if is_pinned else kwargs))
             if is_pinned:
                 made.is_pinned_here = True
@@ -140,17 +150,45 @@ class PretendedDevice(TorchDispatchMode):
             self.refuse_host(given, name)
         if is_made_here:
             kwargs = kwargs | {"device": "cpu"}
-        result = func(*tree_map(_content, args), **tree_map(_content, kwargs))
-        self.work.launches += name not in _VIEWS
+        plain_args, plain_kwargs = tree_map(_content, args), tree_map(_content, kwargs)
+
+        def compute() -> Any:
+            return func(*plain_args, **plain_kwargs)
+
         if name in _WAITS:
+            self.refuse_in_capture(name)
             self.work.waits[_line()] += 1
         if name == "_local_scalar_dense":
-            return result
-        if kwargs.get("out") is not None:
-            return kwargs["out"]
-        if name.endswith("_") and not name.startswith("__"):
-            return args[0]
+            self.work.launches += 1
+            return compute()
+        if kwargs.get("out") is not None or (name.endswith("_") and not name.startswith("__")):
+            self.changed(compute)
+            return kwargs["out"] if kwargs.get("out") is not None else args[0]
+        result = self._allocated(name, compute()) if name in _VIEWS else self.launched(compute)
         return tree_map(lambda each: PretendedTensor(each, self) if isinstance(each, Tensor) else each, result)
+
+    def launched(self, compute: Callable[[], Any]) -> Any:
+        """The result of an operator that starts a kernel."""
+        self.work.launches += 1
+        return compute() if self.capture is None else self.capture.computed(compute)
+
+    def changed(self, compute: Callable[[], Any]) -> None:
+        """Run an operator that changes its arguments, and starts a kernel."""
+        self.work.launches += 1
+        if self.capture is None:
+            compute()
+        else:
+            self.capture.note(compute)
+
+    def _allocated(self, name: str, made: Any) -> Any:
+        if self.capture is not None and "empty" in name:
+            self.capture.own(made)
+        return made
+
+    def refuse_in_capture(self, what: str) -> None:
+        """Raises RuntimeError during a capture."""
+        if self.capture is not None:
+            raise RuntimeError(f"{what} is not permitted during a capture, at {_line()}")
 
     def refuse_host(self, given: Sequence[Any], name: str) -> None:
         """Raises RuntimeError for a tensor of the host that is no scalar."""
@@ -168,25 +206,32 @@ class PretendedDevice(TorchDispatchMode):
     def _copy(self, func: Any, name: str, args: Any, kwargs: Any, here: bool) -> Any:
         """Between the devices, or to another type."""
         source = args[1] if name == "copy_" else args[0]
+        wanted = kwargs.get("device")
+        target_here = here if wanted is None else torch.device(wanted).type == "cuda"
         if name == "copy_":
             target_here = isinstance(args[0], PretendedTensor)
-            _content(args[0]).copy_(_content(source))
-        else:
-            wanted = kwargs.get("device")
-            target_here = here if wanted is None else torch.device(wanted).type == "cuda"
-            plain = {key: value for key, value in kwargs.items() if key != "device"}
-            made = func(*tree_map(_content, args), **plain)
-        self._count_copy(isinstance(source, PretendedTensor), target_here, source, kwargs)
+        source_here = isinstance(source, PretendedTensor)
+        is_within = source_here and target_here
+        if not is_within:
+            self.refuse_in_capture("a copy between host and device")
+            may_overlap = bool(kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+            self._count_copy(source, may_overlap=may_overlap)
         if name == "copy_":
+            target, values = _content(args[0]), _content(source)
+            if is_within:
+                self.changed(lambda: target.copy_(values))
+            else:
+                target.copy_(values)
             return args[0]
+        plain = {key: value for key, value in kwargs.items() if key != "device"}
+        plain_args = tree_map(_content, args)
+        made = self.launched(lambda: func(*plain_args, **plain)) if is_within else func(*plain_args, **plain)
         return PretendedTensor(made, self) if target_here else made
 
-    def _count_copy(self, source_here: bool, target_here: bool, source: Tensor, kwargs: Any) -> None:
-        if source_here and target_here:
-            self.work.launches += 1
-        elif source_here:
+    def _count_copy(self, source: Tensor, *, may_overlap: bool) -> None:
+        if isinstance(source, PretendedTensor):
             self.work.waits[_line()] += 1
-        elif getattr(source, "is_pinned_here", False) and kwargs.get("non_blocking"):
+        elif getattr(source, "is_pinned_here", False) and may_overlap:
             self.work.pinned_copies += 1
         else:
             self.work.copies[_line()] += 1
@@ -240,22 +285,28 @@ def pretended_device() -> Iterator[PretendedDevice]:
     def tensor(data: Any, *, device: Any = None, **options: Any) -> Tensor:
         if device is None or torch.device(device).type != "cuda":
             return plain_tensor(data, device=device, **options)
+        here.refuse_in_capture("a copy from the host")
         here.work.copies[_line()] += 1
         with _disable_current_modes():
             return PretendedTensor(plain_tensor(data, **options), here)
 
     def counted_launch(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], **constants: Any) -> None:
         here.refuse_host(arguments, "launch")
+        name, plain_arguments = kernel.fn.__name__, [_content(each) for each in arguments]
         here.work.launches += 1
-        here.work.kernels[kernel.fn.__name__] += 1
         here.work.variants.add(_variant(kernel, arguments, constants))
+        if here.capture is not None:
+            here.capture.note_kernel(name, lambda: plain_launch(kernel, grid, plain_arguments, **constants))
+            return
+        here.work.kernels[name] += 1
         with _disable_current_modes():
-            plain_launch(kernel, grid, [_content(each) for each in arguments], **constants)
+            plain_launch(kernel, grid, plain_arguments, **constants)
 
     here = device
     users = [module for module in _kernel_users() if hasattr(module, "launch")]
     without_driver = {"_lazy_init": lambda: None, "set_device": lambda _: None}
-    with patch.object(torch, "tensor", tensor), patch.multiple(torch.cuda, **without_driver):
+    replacing = without_driver | graph_functions(device)
+    with patch.object(torch, "tensor", tensor), patch.multiple(torch.cuda, **replacing):
         replaced = [patch.object(module, "launch", counted_launch) for module in users]
         for each in replaced:
             each.start()

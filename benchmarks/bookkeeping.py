@@ -1,0 +1,145 @@
+"""The host's time of a decode step on CUDA graphs, without the GPU: what it does beside launching, copying and waiting.
+
+Schedules the pass, writes its inputs, settles its tokens and reports them. The model and the sampler are replaced by
+constant tokens; needs no GPU. Prints one table; exits with 1 if a step of the most requests takes longer than LIMIT,
+where no request has penalties, whose counts are updated in addition.
+
+    python benchmarks/bookkeeping.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+TESTS = Path(__file__).parent.parent / "tests" / "runtime"
+sys.path[:0] = [str(TESTS), str(TESTS / "gpu")]  # their small model is also that of this program
+
+from gpu_support.small_engine import random_decoder  # noqa: E402
+from runtime_support.byte_backend import END, byte_backend  # noqa: E402
+
+from megatron_runtime.config import InferenceConfig  # noqa: E402
+from megatron_runtime.engine.context import DynamicInferenceContext  # noqa: E402
+from megatron_runtime.engine.decode_inputs import DecodeInputs, is_decode_pass  # noqa: E402
+from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine  # noqa: E402
+from megatron_runtime.engine.sampling.sampling_table import SamplingRules  # noqa: E402
+from megatron_runtime.engine.scheduling.sequence import SequenceSlice  # noqa: E402
+from megatron_runtime.engine.text_generation_controller import StepOutput  # noqa: E402
+from megatron_runtime.model.kv_cache import KVCache  # noqa: E402
+from megatron_runtime.model.tokenizer import Tokenizer  # noqa: E402
+from megatron_runtime.sampling_params import SamplingParams  # noqa: E402
+from peers.command_line import positive, print_table  # noqa: E402
+from ranks.scheduling import InstantController  # noqa: E402
+
+LIMIT = 1e-3
+"""Seconds of a step of the most requests."""
+COUNTS = (1, 32, 128, 256)
+TOKEN = 65
+LENGTH = 1024
+"""Tokens of a request."""
+WARM_UP_STEPS = 20
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled, streamed": {"temperature": 0.8, "top_p": 0.9, "streaming": True},
+    "sampled, streamed, penalized": {"temperature": 0.8, "frequency_penalty": 0.5, "streaming": True},
+}
+LIMITED = ("greedy", "sampled, streamed")
+
+
+class HostGraphs:
+    """Stands for DecodeGraphs: writes the inputs of a pass, and launches nothing."""
+
+    def __init__(self, context: DynamicInferenceContext) -> None:
+        self.sizes = [context.max_requests]
+        self._inputs = DecodeInputs(context.block_tables, context.max_requests, context.max_requests)
+        self._here = {name: np.zeros(count, dtype) for name, (dtype, count) in self._inputs.fields.items()}
+
+    def size_for(self, slices: Sequence[SequenceSlice]) -> int | None:
+        """All but prompts."""
+        return self.sizes[0] if is_decode_pass(slices) else None
+
+    def begin(self, slices: Sequence[SequenceSlice], size: int, rules: SamplingRules) -> list[int]:
+        """The tokens of the pass."""
+        del size
+        self._inputs.write(self._here, slices, rules)
+        return [TOKEN] * len(slices)
+
+
+class InstantSampler(InstantController):
+    """Takes the tokens of HostGraphs."""
+
+    def run_captured(self, begun: Any, rules: SamplingRules, wanted: object) -> StepOutput:
+        """These tokens."""
+        del rules, wanted
+        return StepOutput(begun, None)
+
+
+def make_engine(requests: int, params: dict[str, Any]) -> DynamicInferenceEngine:
+    """With as many requests, whose prompts are computed."""
+    model = random_decoder(num_layers=1, max_position_embeddings=LENGTH)
+    config = InferenceConfig(
+        kv_cache_memory_bytes=requests * LENGTH // 16 * KVCache.block_bytes(model.config, 16, model.dtype),
+        max_requests=requests,
+        max_tokens=requests * LENGTH,
+        max_sequence_length=LENGTH,
+    )
+    context = DynamicInferenceContext(model.config, config)
+    tokenizer = Tokenizer(byte_backend(), location="bytes", eod=END)
+    graphs = HostGraphs(context)
+    with patch("megatron_runtime.engine.engine_memory.make_decode_graphs", return_value=graphs):
+        engine = DynamicInferenceEngine(InstantSampler(model, tokenizer), context)
+    for number in range(requests):
+        given = params | {"ignore_eos": True, "num_tokens_to_generate": LENGTH // 2, "seed": number}
+        engine.add_request(number, [65 + (number + at) % 50 for at in range(LENGTH // 4)], SamplingParams(**given))
+    for _ in range(WARM_UP_STEPS):
+        engine.step_modern()
+    return engine
+
+
+def seconds(engine: DynamicInferenceEngine, requests: int, steps: int) -> list[float]:
+    """Of each step, ascending. Garbage of earlier measurements is not collected in them."""
+    taken = []
+    gc.collect()
+    gc.freeze()
+    for _ in range(steps):
+        started = time.perf_counter()
+        result = engine.step_modern()
+        taken.append(time.perf_counter() - started)
+        assert result["cuda_graph_request_count"] == len(result["active_request_ids"]) == requests
+    return sorted(taken)
+
+
+def main() -> int:
+    """0, or 1 if the limit is exceeded."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=positive, default=200, help="steps of each measurement, at most 300")
+    parser.add_argument("--requests", type=positive, nargs="+", default=COUNTS)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    rows, largest = [["requests", *(f"{name}: ms a step (fastest, median)" for name in KINDS)]], max(given.requests)
+    found: dict[tuple[int, str], float] = {}
+    for requests in given.requests:
+        cells = []
+        for name, params in KINDS.items():
+            taken = seconds(make_engine(requests, params), requests, min(given.steps, 300))
+            found[requests, name] = taken[0]
+            cells.append(f"{taken[0] * 1e3:.3f}, {taken[len(taken) // 2] * 1e3:.3f}")
+        rows.append([str(requests), *cells])
+    print_table(rows)
+    slow = [name for name in LIMITED if found[largest, name] > LIMIT]
+    if slow:
+        print(f"\nmore than {LIMIT * 1e3:g} ms with {largest} requests: {', '.join(slow)}")
+    return 1 if slow else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

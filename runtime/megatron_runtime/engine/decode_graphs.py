@@ -1,0 +1,219 @@
+"""Decode passes as CUDA graphs: the host starts a whole pass, and its sampling, by one launch each.
+
+A graph is captured for each of several numbers of requests, over tensors that stay where they are. A pass runs on the
+graph of the smallest one that its requests fit; the other rows are padding, which writes nothing into the KV cache.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Sequence as Slices
+from functools import partial
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_runtime.engine.context import DynamicInferenceContext
+from megatron_runtime.engine.context_limits import ContextLimits
+from megatron_runtime.engine.decode_inputs import DecodeInputs, is_decode_pass
+from megatron_runtime.engine.graph_sizes import graph_sizes
+from megatron_runtime.engine.packed_arrays import on_device
+from megatron_runtime.engine.sampling.gpu_edits import GpuEdits
+from megatron_runtime.engine.sampling.gpu_sampler import TRUNCATION_FIELDS
+from megatron_runtime.engine.sampling.sampling_table import SamplingRules
+from megatron_runtime.engine.scheduling.sequence import SequenceSlice
+from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.device_memory import naming_device_memory
+from megatron_runtime.model.experts import Experts
+from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.kernels.gpu_attention import has_gpu_attention
+
+_logger = logging.getLogger(__name__)
+
+_REMEDY = "use --num-cuda-graphs 0"
+
+
+class CapturedPass:
+    """A decode pass of S requests that is begun; samples them as `sampler.TokenSampler`."""
+
+    def __init__(
+        self, logits: Tensor, tokens: Tensor, sampling: torch.cuda.CUDAGraph, edits: GpuEdits, there: dict[str, Tensor]
+    ) -> None:
+        self.logits = logits
+        """float32 [S, vocab], valid until the next pass."""
+        self._tokens = tokens
+        self._sampling = sampling
+        self._edits = edits
+        self._there = there
+
+    def edit_(self, logits: Tensor) -> None:
+        """Apply the edits to the logits of this pass."""
+        self._edits.apply_(logits, self._there)
+
+    def sample(self, logits: Tensor) -> Tensor:
+        """int64 [S], one token for each row of the logits of this pass; valid until the next pass."""
+        assert logits is self.logits, "the graph samples its own logits"
+        self._sampling.replay()
+        return self._tokens
+
+
+def buffer_bytes(limits: ContextLimits, vocab_size: int) -> int:
+    """Nearly all bytes of the tensors that graphs of up to ``limits.max_requests`` rows work on: logits, and block
+    tables."""
+    return 4 * limits.max_requests * (vocab_size + limits.max_blocks_per_sequence)
+
+
+def make_decode_graphs(model: Decoder, context: DynamicInferenceContext) -> DecodeGraphs | None:
+    """The graphs that the configuration of the context asks for, not captured yet; None for none.
+
+    Raises:
+        ConfigurationError: A number of graphs is asked for that the model or its device does not permit.
+    """
+    config = context.config
+    sizes = graph_sizes(config, context.max_requests)
+    if not sizes:
+        return None
+    if (obstacle := _obstacle(model, context)) is None:
+        return DecodeGraphs(model, context, sizes)
+    if config.num_cuda_graphs == -1:
+        _logger.info("every pass runs eagerly, without CUDA graphs: %s", obstacle)
+        return None
+    raise ConfigurationError(
+        f"num_cuda_graphs={config.num_cuda_graphs}: {obstacle}; leave it out, or set -1 to use graphs where they are "
+        "possible",
+        field="num_cuda_graphs",
+    )
+
+
+def _obstacle(model: Decoder, context: DynamicInferenceContext) -> str | None:
+    """Why passes of this model can't be captured; None if they can."""
+    if model.device.type != "cuda":
+        return f"the model is on the device {model.device.type}"
+    if model.ranks.position.sizes.ranks_per_replica_group > 1:
+        return "the model is divided among several ranks, whose communication is not captured"
+    if not has_gpu_attention(context.kv_cache):
+        return "its attention has no kernel of this project, and PyTorch's depends on values on the host"
+    if any(isinstance(module, Experts) for module in model.modules()):
+        return "the host has to know which experts a pass has chosen"
+    return None
+
+
+class DecodeGraphs:
+    """The graphs of one engine, and the tensors that they work on.
+
+    Args:
+        model: The model, of which this rank has all layers.
+        context: The KV cache, and the tables of the running sequences.
+        sizes: Numbers of requests, ascending.
+
+    Raises:
+        ConfigurationError: The memory of the device does not suffice.
+    """
+
+    def __init__(self, model: Decoder, context: DynamicInferenceContext, sizes: Slices[int]) -> None:
+        from megatron_runtime.gpu.persistent_arrays import PersistentArrays
+
+        self._model = model
+        self._context = context
+        self._sizes = sizes
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]] = {}
+        """By size: the model, and the sampler."""
+        largest, device, tables = sizes[-1], model.device, context.block_tables
+        self._inputs = DecodeInputs(tables, context.max_requests, largest)
+        with naming_device_memory("for the buffers of CUDA graphs", device, remedy=_REMEDY):
+            self._arrays = PersistentArrays(self._inputs.fields, device)
+            self._flat_tables = torch.zeros((context.max_requests + 1) * tables.width, dtype=torch.int32, device=device)
+            self._tables = self._flat_tables.view(-1, tables.width)
+            self._logits = torch.zeros(largest, model.config.vocab_size, device=device)
+            self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
+            self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
+            self._every = torch.arange(largest, device=device)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes that are captured, ascending."""
+        return sorted(self._graphs)
+
+    @torch.inference_mode()
+    def capture(self) -> dict[str, float]:
+        """Capture all graphs, which run once. The weights and the KV cache have to stay where they are until `release`.
+
+        Returns:
+            The seconds that it took, and the memory of the device: ``time``, ``allocated_bytes``, ``reserved_bytes``.
+        """
+        from megatron_runtime.gpu.graphs import GraphRecorder
+
+        device, started = self._model.device, time.perf_counter()
+        before = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        self._inputs.write_nothing(self._arrays.host_arrays())
+        self._arrays.send()
+        gc.collect()  # Memory that is freed during a capture can't be returned to the driver.
+        with naming_device_memory("while it captured CUDA graphs", device, remedy=_REMEDY):
+            recorder = GraphRecorder(device)
+            for size in reversed(self._sizes):  # so that smaller ones fit the memory of the largest one
+                forward = recorder.record(partial(self._forward, size))
+                self._graphs[size] = forward, recorder.record(partial(self._sample, size))
+        return {
+            "time": time.perf_counter() - started,
+            "allocated_bytes": torch.cuda.memory_allocated(device) - before[0],
+            "reserved_bytes": torch.cuda.memory_reserved(device) - before[1],
+        }
+
+    def release(self) -> None:
+        """Drop the graphs and their memory: passes run eagerly until `capture`."""
+        self._graphs = {}
+
+    def size_for(self, slices: Slices[SequenceSlice]) -> int | None:
+        """The number of rows of the graph for a pass; None if it has to run eagerly."""
+        if not is_decode_pass(slices):
+            return None
+        return next((size for size in self._sizes if size >= len(slices) and size in self._graphs), None)
+
+    @torch.inference_mode()
+    def begin(self, slices: Slices[SequenceSlice], size: int, rules: SamplingRules) -> CapturedPass:
+        """Begin a pass on the graph of ``size`` rows, as from `size_for`."""
+        count = len(slices)
+        if more := self._inputs.write(self._arrays.host_arrays(), slices, rules):
+            self._update_tables(more)
+        self._arrays.send()
+        forward, sampling = self._graphs[size]
+        forward.replay()
+        edits = GpuEdits(rules.edits, count, self._logits.shape[1])
+        there = on_device(edits.arrays, self._model.device) if edits.arrays else {}
+        return CapturedPass(self._logits[:count], self._tokens[:count], sampling, edits, there)
+
+    def _update_tables(self, entries: dict[str, NDArray[Any]]) -> None:
+        """Write entries of the block tables by a copy of their own."""
+        try:
+            there = on_device(entries, self._model.device)
+            self._flat_tables.index_copy_(0, there["places"], there["blocks"])
+        except BaseException:
+            self._context.block_tables.mark_all_changed()
+            raise
+
+    def _forward(self, size: int) -> None:
+        """From the inputs to the logits: what is captured."""
+        there = self._arrays.there
+        self._flat_tables.index_copy_(0, there["new_places"], there["new_blocks"])
+        batch = ForwardBatch(
+            **{name: there[name][:size] for name in ("tokens", "positions", "slots", "context_lengths")},
+            query_starts=self._starts[: size + 1],
+            block_tables=self._tables.index_select(0, there["table_rows"][:size]),
+            logit_rows=self._every[:size],
+        )
+        logits = self._model(batch, self._context.kv_cache)
+        self._logits[:size].copy_(logits)
+
+    def _sample(self, size: int) -> None:
+        """From the logits to the tokens: what is captured."""
+        from megatron_runtime.gpu import sampling
+
+        there = {name: values[:size] for name, values in self._arrays.there.items()}
+        truncations = sampling.Truncations(**{name: there[name] for name in TRUNCATION_FIELDS.values()})
+        rows = sampling.SampledRows(there["temperature"], there["low"], there["high"], truncations)
+        self._tokens[:size].copy_(sampling.sample(self._logits[:size], rows))

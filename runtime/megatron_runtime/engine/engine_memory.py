@@ -1,0 +1,77 @@
+"""The memory of an engine that a suspension releases: KV cache, weights, and the CUDA graphs over them."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_runtime.config import KVCacheManagementMode
+from megatron_runtime.engine.batch_invariance import make_batch_invariant
+from megatron_runtime.engine.context import DynamicInferenceContext
+from megatron_runtime.engine.decode_graphs import make_decode_graphs
+from megatron_runtime.engine.text_generation_controller import TextGenerationController
+from megatron_runtime.model.host_memory import return_freed_memory
+from megatron_runtime.model.refit import Weights, offload_weights, restore_weights, update_weights
+
+
+class EngineMemory:
+    """Moves memory as the configuration of the context asks for, and captures graphs again where tensors have moved.
+
+    Args:
+        controller: Has the model.
+        context: The KV cache.
+
+    Raises:
+        ConfigurationError: As `make_batch_invariant`, `make_decode_graphs` and `DecodeGraphs`.
+    """
+
+    def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext) -> None:
+        self._controller = controller
+        self._context = context
+        self._batch_invariant = context.config.batch_invariant
+        if self._batch_invariant:
+            make_batch_invariant(controller.model, context.kv_cache)
+        self.graphs = make_decode_graphs(controller.model, context)
+        """None: every pass runs eagerly."""
+        self.capture_stats: dict[str, float] | None = None
+        """As in RunningEngine."""
+        self._capture()
+
+    def release(self) -> None:
+        """Release it for a suspension. No pass is in flight; after RECOMPUTE, no sequence owns blocks."""
+        mode, offloads = self._context.config.kv_cache_management_mode, self._context.config.offload_weights
+        # The owner of a live model may move its weights meanwhile.
+        moves = offloads or mode is not KVCacheManagementMode.PERSIST or self._controller.model.is_shared
+        if self.graphs is not None and moves:
+            self.graphs.release()
+        if mode is KVCacheManagementMode.OFFLOAD:
+            self._context.kv_cache.offload(self._context.allocator.held())
+        elif mode is KVCacheManagementMode.RECOMPUTE:
+            self._context.kv_cache.release()
+        if offloads:
+            offload_weights(self._controller.model)
+        if self._context.device.type == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            return_freed_memory()
+
+    def restore(self) -> None:
+        """Undo `release`. Raises CheckpointError: released weights can't be read again."""
+        if self._context.config.offload_weights:
+            restore_weights(self._controller.model, self._context.device)
+        self._context.kv_cache.restore()
+        self._capture()
+
+    def update_weights(self, weights: Weights) -> None:
+        """As `refit.update_weights`; those of a live model are other tensors than before."""
+        update_weights(self._controller.model, weights)
+        if self._batch_invariant:
+            make_batch_invariant(self._controller.model, self._context.kv_cache)
+        if self.graphs is not None and self._controller.model.is_shared:
+            self.graphs.release()
+            if self._context.kv_cache.is_resident:
+                self._capture()
+
+    def _capture(self) -> None:
+        """Unless the graphs have been kept."""
+        if self.graphs is not None and not self.graphs.sizes:
+            self.capture_stats = self.graphs.capture()

@@ -1,0 +1,17 @@
+"""The benchmark of the host's time of a decode step."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = Path(__file__).parents[2] / "benchmarks" / "bookkeeping.py"
+
+
+def test_it_prints_a_row_for_each_number_of_requests() -> None:
+    command = [sys.executable, PROGRAM, "--requests", "1", "3", "--steps", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    rows = [line.split(" | ") for line in done.stdout.splitlines()]
+    assert [row[0].strip("| ") for row in rows[2:]] == ["1", "3"]
+    assert all(len(row) == 4 for row in rows)
