@@ -146,10 +146,9 @@ def split_length(context, SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr):
 def attend_splits(
     output, partial, log_sums, queries, keys, values, block_tables, query_starts, context_lengths, sinks, scale,
     window, soft_cap, block_stride, head_stride, table_stride, num_splits,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, WIDTH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, HAS_SINKS: tl.constexpr,
-    CAPPED: tl.constexpr, IS_WHOLE: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
+    PAGE: tl.constexpr, SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr,
+    CHUNKED: tl.constexpr, HAS_SINKS: tl.constexpr, CAPPED: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Requests with one new token: the heads of a key head, over a split of the context, in each program.
 

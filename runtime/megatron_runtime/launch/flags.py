@@ -11,8 +11,9 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.launch.engine_flags import EngineFlags, ModelFlags
 from megatron_runtime.launch.identity import Identity
-from megatron_runtime.launch.options import EngineOptions, LaunchOptions, ModelSource
+from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.quantity import parse_bytes
 from megatron_runtime.server.options import HttpOptions
 from megatron_runtime.server.parsers import REASONING_PARSERS, TOOL_PARSERS
@@ -20,100 +21,6 @@ from megatron_runtime.wire.security import SHORTEST_SECRET
 
 _Group = TypeVar("_Group")
 Command = TypeVar("Command", bound=Callable[..., None])
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelFlags:
-    """Where the checkpoint is."""
-
-    model: Annotated[Path | None, typer.Option(help="A .gguf file or a checkpoint folder.")] = None
-    hf_repo: Annotated[str | None, typer.Option(help="A repository on the Hugging Face hub instead.")] = None
-    hf_file: Annotated[
-        str | None, typer.Option(help="A .gguf file of the repository. Default: the whole repository.")
-    ] = None
-    hf_revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")] = None
-
-    def source(self) -> ModelSource:
-        """The same as options."""
-        return ModelSource(self.model, self.hf_repo, self.hf_file, self.hf_revision)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineFlags:
-    """The engine of each replica group; all fields but the amounts of memory are those of EngineOptions."""
-
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = EngineOptions.dtype
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = EngineOptions.device
-    max_sequence_length: Annotated[int | None, typer.Option(help="Most tokens of a prompt and its answer.")] = None
-    tensor_parallel: Annotated[int, typer.Option(help="Ranks that share each layer.")] = EngineOptions.tensor_parallel
-    pipeline_parallel: Annotated[int, typer.Option(help="Stages that the layers are divided into.")] = (
-        EngineOptions.pipeline_parallel
-    )
-    expert_parallel: Annotated[int, typer.Option(help="Parts that the experts of a layer are divided into.")] = (
-        EngineOptions.expert_parallel
-    )
-    block_size_tokens: Annotated[int, typer.Option(help="Tokens per block of the KV cache.")] = (
-        EngineOptions.block_size_tokens
-    )
-    kv_cache_memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Size of the KV cache per rank, like 20Gi. Default: up to 1Gi on a CPU; on a GPU 0.9 of what the"
-            " weights and the largest pass leave."
-        ),
-    ] = None
-    device_memory: Annotated[
-        str | None,
-        typer.Option(help="Memory of each GPU, like 80Gi, for the check before the start. Default: as of nvidia-smi."),
-    ] = None
-    max_requests: Annotated[int | None, typer.Option(help="Most requests in one forward pass.")] = None
-    num_cuda_graphs: Annotated[
-        int | None,
-        typer.Option(
-            help="Batch sizes whose decode passes are CUDA graphs; 0: none; -1: all. Default: on a GPU all, where the"
-            " model permits it."
-        ),
-    ] = None
-    batch_invariant: Annotated[
-        bool,
-        typer.Option(
-            "--batch-invariant",
-            help="On a GPU, keep the bits of answers independent of other requests, which takes longer.",
-        ),
-    ] = EngineOptions.batch_invariant
-    prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of equal prompt prefixes.")] = (
-        EngineOptions.prefix_caching
-    )
-    chunked_prefill: Annotated[bool, typer.Option(help="Split long prompts over several steps.")] = (
-        EngineOptions.chunked_prefill
-    )
-    kv_cache_management: Annotated[
-        str, typer.Option(help="What suspend does with the KV cache: persist, offload or recompute.")
-    ] = EngineOptions.kv_cache_management
-    offload_weights: Annotated[bool, typer.Option(help="Suspend moves the weights to host memory.")] = (
-        EngineOptions.offload_weights
-    )
-    logprobs_mode: Annotated[
-        str,
-        typer.Option(help="raw_logprobs: of the model; processed_logprobs: of the distribution that is sampled."),
-    ] = EngineOptions.logprobs_mode
-    moe_enable_routing_replay: Annotated[
-        bool, typer.Option("--moe-enable-routing-replay", help="Return the experts of each token with the answer.")
-    ] = EngineOptions.moe_enable_routing_replay
-    check_finite: Annotated[bool, typer.Option("--check-finite", help="Refuse weights with NaN or infinity.")] = (
-        EngineOptions.check_finite
-    )
-
-    def options(self) -> EngineOptions:
-        """The same as options; ConfigurationError names a flag whose value can't be parsed."""
-        values = dict(vars(self))
-        cache = _bytes_or_none(values.pop("kv_cache_memory"), "--kv-cache-memory")
-        device = _bytes_or_none(values.pop("device_memory"), "--device-memory")
-        return EngineOptions(kv_cache_bytes=cache, device_memory_bytes=device, **values)
-
-
-def _bytes_or_none(text: str | None, flag: str) -> int | None:
-    return None if text is None else parse_bytes(text, flag)
 
 
 @dataclass(frozen=True, kw_only=True)

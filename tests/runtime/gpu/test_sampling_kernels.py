@@ -9,7 +9,7 @@ import pytest
 import torch
 from gpu_support.pretended import Work, pretended_device
 
-from megatron_runtime.engine.sampling import exponential_noise, gpu_sampler
+from megatron_runtime.engine.sampling import exponential_noise, gpu_edits
 from megatron_runtime.engine.sampling.exponential_noise import noise_keys
 from megatron_runtime.engine.sampling.filters import TRUNCATIONS
 from megatron_runtime.engine.sampling.filters.grammar import GrammarMask
@@ -155,8 +155,8 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others() -> None:
 
 def test_every_filter_has_a_form_for_gpus() -> None:
     assert tuple(TRUNCATION_FIELDS) == TRUNCATIONS
-    assert set(gpu_sampler._OPERATIONS) == set(Operation)
-    assert set(gpu_sampler._OPERATIONS.values()) == set(sampling.OPERATIONS)
+    assert set(gpu_edits._OPERATIONS) == set(Operation)
+    assert set(gpu_edits._OPERATIONS.values()) == set(sampling.OPERATIONS)
 
 
 def test_sampling_with_everything_is_nine_launches_and_one_pinned_copy(device_guard: None) -> None:
