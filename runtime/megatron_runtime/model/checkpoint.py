@@ -22,6 +22,7 @@ from megatron_runtime.model.formats.checkpoint_header import (
 )
 from megatron_runtime.model.formats.checkpoint_path import checkpoint_path
 from megatron_runtime.model.formats.origin import Origin
+from megatron_runtime.model.formats.quantized_weights import QUANTIZED_WEIGHTS, keeps_quantized
 from megatron_runtime.model.formats.source import resolve_source
 from megatron_runtime.model.formats.weight_source import WeightSource
 from megatron_runtime.model.quantized_loading import keep_quantized
@@ -32,11 +33,9 @@ from megatron_runtime.parallel.ranks import Ranks
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Values of ``dtype`` besides ``auto``."""
 
-QUANTIZED_WEIGHTS = ("auto", "keep", "expand")
-"""Values of ``quantized_weights``."""
-
 __all__ = [
     "DTYPES",
+    "QUANTIZED_WEIGHTS",
     "CheckpointSummary",
     "check_fit",
     "checkpoint_path",
@@ -63,26 +62,6 @@ def choose_dtype(name: str, device: torch.device | str) -> torch.dtype:
     return DTYPES[name]
 
 
-def choose_quantized_weights(name: str, dtype: str, device: torch.device | str) -> bool:
-    """Whether matrices that are stored quantized stay so. ``auto``: on a CPU, unless ``dtype`` asks for more precision.
-
-    Raises ConfigurationError if ``name`` is unknown, or can't be combined with the others.
-    """
-    if name not in QUANTIZED_WEIGHTS:
-        raise ConfigurationError(
-            f"quantized_weights is {name!r}, expected one of {', '.join(QUANTIZED_WEIGHTS)}", field="quantized_weights"
-        )
-    if name == "auto":
-        return torch.device(device).type == "cpu" and dtype in ("auto", "bfloat16")
-    if name == "keep" and (torch.device(device).type != "cpu" or dtype == "float16"):
-        raise ConfigurationError(
-            f"quantized_weights is 'keep' with dtype {dtype} on {torch.device(device).type}: only a CPU computes with "
-            "quantized weights, in bfloat16 and float32; use expand, or another dtype or device",
-            field="quantized_weights",
-        )
-    return name == "keep"
-
-
 def load_model(
     path: Path | str,
     *,
@@ -102,7 +81,7 @@ def load_model(
     configuration's ``max_position_embeddings``. Memory beyond the weights is small. With ``ranks``, only this rank's
     part is read. While the weights load, kernels for GPUs are compiled for a KV cache with blocks of
     ``block_size_tokens``; None: at their first use. ``quantized_weights``: ``keep`` computes with the codes of a GGUF
-    file, on a CPU; ``expand`` converts them to ``dtype``; ``auto`` is as in `choose_quantized_weights`.
+    file, on a CPU; ``expand`` converts them to ``dtype``; ``auto`` is as in `QUANTIZED_WEIGHTS`.
 
     Raises:
         CheckpointError: As in `inspect_checkpoint`; with ``check_finite`` also for a tensor with NaN or infinity.
@@ -116,7 +95,7 @@ def load_model(
     if max_sequence_length is not None:
         config = _limit_length(config, max_sequence_length)
     decoder = Decoder(config, dtype=choose_dtype(dtype, device), device=device, ranks=ranks)
-    decoder.keeps_quantized = choose_quantized_weights(quantized_weights, dtype, device)
+    decoder.keeps_quantized = keeps_quantized(quantized_weights, dtype, torch.device(device).type)
     with ThreadPoolExecutor(1, "kernels") as aside:
         kernels = aside.submit(decoder.prepare_kernels, block_size_tokens)
         fill(decoder, source, rotary_factors, on_progress, check_finite=check_finite)

@@ -18,11 +18,14 @@ from runtime_support.rank_processes import run_ranks
 from suite_support.worker import free_port
 
 from megatron_runtime.errors import CheckpointError, ConfigurationError
-from megatron_runtime.model.checkpoint import choose_quantized_weights, load_model, load_tokenizer
+from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model, load_tokenizer
 from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.formats.quantized_weights import keeps_quantized
+from megatron_runtime.model.quantized.kept_tensors import kept_weights
 from megatron_runtime.model.quantized.linear import QuantizedLinear
 from megatron_runtime.model.refit import offload_weights, restore_weights, update_weights
-from megatron_runtime.parallel.layout import ParallelSizes
+from megatron_runtime.model.shard import Shard
+from megatron_runtime.parallel.layout import ParallelSizes, RankPosition
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -83,6 +86,24 @@ def test_a_model_stays_quantized_and_has_nearly_the_logits_of_its_weights(name: 
     made, exact = logits(kept, TOKENS), logits(expanded, TOKENS)
     assert not torch.equal(made, exact)
     assert float((made - exact).norm() / exact.norm()) < 0.03
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "experts"])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_plan_of_the_memory_has_the_bytes_in_memory(name: str, tensor: int, save: Any) -> None:
+    kind, family, changes = MODELS[name]
+    path = save(kind, family, **changes)
+    source, shard = (
+        inspect_checkpoint(path).source,
+        Shard(load_model(path).config, RankPosition(sizes=ParallelSizes(tensor))),
+    )
+    kept, decoder = kept_weights(shard, source), keep(path)
+    tables = [decoder.embedding.quantized, *decoder.head._packed.matrices]
+    linears = [module for module in decoder.layers.modules() if isinstance(module, QuantizedLinear)]
+    matrices = {matrix: None for linear in linears for matrix in linear.matrices} | dict.fromkeys(tables)
+    assert kept.num_bytes == sum(matrix.num_bytes for matrix in matrices)
+    assert kept.parameters == sum(matrix.rows * matrix.columns for matrix in matrices)
+    assert (kept.expert_parameters > 0) == (name == "experts")
 
 
 def test_a_tied_table_is_stored_once(save: Any) -> None:
@@ -177,27 +198,28 @@ def test_scales_that_are_not_finite_are_reported(save: Any) -> None:
     ],
 )
 def test_the_choice_depends_on_dtype_and_device(name: str, dtype: str, device: str, kept: bool) -> None:
-    assert choose_quantized_weights(name, dtype, device) is kept
+    assert keeps_quantized(name, dtype, device) is kept
 
 
 @pytest.mark.parametrize(("name", "dtype", "device"), [("keep", "float16", "cpu"), ("keep", "auto", "cuda")])
 def test_what_has_no_kernels_is_refused(name: str, dtype: str, device: str) -> None:
-    with pytest.raises(ConfigurationError, match="only a CPU computes with quantized weights, in bfloat16 and float32"):
-        choose_quantized_weights(name, dtype, device)
-    with pytest.raises(ConfigurationError, match="quantized_weights is 'int4', expected one of auto, keep, expand"):
-        choose_quantized_weights("int4", dtype, device)
+    with pytest.raises(ConfigurationError, match="only a CPU computes with quantized weights, in bfloat16 or float32"):
+        keeps_quantized(name, dtype, device)
+    with pytest.raises(ConfigurationError, match="quantized_weights int4: use one of auto, keep, expand"):
+        keeps_quantized("int4", dtype, device)
 
 
 @pytest.mark.model
-def test_perplexity_is_that_of_the_expanded_weights(smollm2_path: Path) -> None:
-    """A part of the measurement in docs/performance.md."""
+def test_perplexity_is_nearly_that_of_the_expanded_weights(smollm2_path: Path) -> None:
+    """docs/performance.md has the mean over many texts. That of one text varies by several tenths of a percent."""
     text = (Path(__file__).parents[3] / "LICENSE").read_text(encoding="utf-8")
     tokens = load_tokenizer(smollm2_path).tokenize(text)[:512]
     kept, expanded = (
-        _loss(load_model(smollm2_path, dtype=dtype, quantized_weights=choice), tokens)
-        for dtype, choice in (("bfloat16", "keep"), ("float32", "expand"))
+        _loss(load_model(smollm2_path, dtype="float32", quantized_weights=choice), tokens)
+        for choice in ("keep", "expand")
     )
-    assert abs(math.exp(kept - expanded) - 1) < 0.005
+    assert kept != expanded
+    assert abs(math.exp(kept - expanded) - 1) < 0.01
 
 
 @torch.inference_mode()
