@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Mapping
@@ -35,20 +36,18 @@ def keep_quantized(decoder: Decoder, source: WeightSource) -> dict[str, Placemen
     replaced: dict[nn.Module, QuantizedLinear] = {}
     kept: Counter[str] = Counter()
     for module, names in _matrices(placements).items():
-        coded = {name: found for name in names if (found := _coded(source, name, placements[name])) is not None}
+        coded = _coded(source, {name: placements[name] for name in names})
         if len(coded) < len(names):
             continue
         destinations |= coded
         kept.update(source.tensors[name].kind for name in names)
-        matrices = [placement.matrix for placement in coded.values()]
+        matrices = list(dict.fromkeys(placement.matrix for placement in coded.values()))
         if isinstance(module, Linear):
             replaced[module] = QuantizedLinear(matrices, module.bias, decoder.dtype)
         else:
             _keep_table(decoder, module, matrices[0])
     _replace(decoder, replaced)
-    for coding in {
-        placement.matrix.coding for placement in destinations.values() if isinstance(placement, CodedPlacement)
-    }:
+    for coding in {each.matrix.coding for each in destinations.values() if isinstance(each, CodedPlacement)}:
         quantized_products.prepare(coding, decoder.dtype)
     _log(kept, source, destinations)
     return destinations
@@ -63,18 +62,29 @@ def _matrices(placements: Mapping[str, Placement]) -> dict[nn.Module, list[str]]
     return found
 
 
-def _coded(source: WeightSource, name: str, placement: Placement) -> CodedPlacement | None:
-    """The quantized destination of a tensor; None if it can't stay quantized."""
-    coding = CODINGS.get(source.tensors[name].kind)
-    if coding is None:
-        return None
-    rows, columns = placement.view.shape
-    if placement.dim == 0:
-        return CodedPlacement(QuantizedMatrix(rows, columns, coding), placement.stored, slice(0, columns))
-    (part,) = placement.stored
-    if part.start % BLOCK or len(part) % BLOCK:  # ranks divide the columns within a block
-        return None
-    return CodedPlacement(QuantizedMatrix(rows, columns, coding), (range(rows),), slice(part.start, part.stop))
+def _coded(source: WeightSource, placements: Mapping[str, Placement]) -> dict[str, CodedPlacement]:
+    """The quantized destinations of the tensors of one matrix; without those that can't stay quantized.
+
+    Consecutive tensors with the same coding share a `QuantizedMatrix`, because each has a cost of its own in a product.
+    """
+    found: dict[str, CodedPlacement] = {}
+    runs = itertools.groupby(placements, lambda name: CODINGS.get(source.tensors[name].kind))
+    for coding, names in ((coding, list(run)) for coding, run in runs):
+        parts = [placements[name] for name in names]
+        if coding is None or not all(map(_is_between_blocks, parts)):
+            continue
+        heights, width = [part.view.shape[0] for part in parts], parts[0].view.shape[1]
+        matrix = QuantizedMatrix(sum(heights), width, coding)
+        for name, part, end in zip(names, parts, itertools.accumulate(heights), strict=True):
+            rows, columns = (part.stored, range(width)) if part.dim == 0 else ((range(heights[0]),), part.stored[0])
+            start = end - part.view.shape[0]
+            found[name] = CodedPlacement(matrix, start, rows, slice(columns.start, columns.stop))
+    return found
+
+
+def _is_between_blocks(placement: Placement) -> bool:
+    """Whether ranks divide no block of columns."""
+    return placement.dim == 0 or all(part.start % BLOCK == len(part) % BLOCK == 0 for part in placement.stored)
 
 
 def _keep_table(decoder: Decoder, module: nn.Module, matrix: QuantizedMatrix) -> None:

@@ -103,10 +103,10 @@ def test_padding_is_neither_used_nor_written(kind: str) -> None:
         if panel.numel():
             panel[1, ..., 5:] = torch.nan
     poisoned._codes[1, :, 0, :, 5:], poisoned._codes[1, :, 1] = 0xFF, 0xFF
-    given, made = inputs(7, 256), torch.full((9, 41), 3.0)
-    poisoned.multiply(code_inputs(given, poisoned.coding), None, made[1:8, 2:39])
-    assert torch.equal(made[1:8, 2:39], QuantizedLinear([clean], None, torch.float32)(given))
-    made[1:8, 2:39] = 3.0
+    given, made = inputs(7, 256), torch.full((7, 41), 3.0)
+    poisoned.multiply(code_inputs(given, poisoned.coding), None, made, 2)
+    assert torch.equal(made[:, 2:39], QuantizedLinear([clean], None, torch.float32)(given))
+    made[:, 2:39] = 3.0
     assert bool((made == 3.0).all())
 
 

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_runtime.model.formats.coded_rows import BLOCK, Coding
-from megatron_runtime.model.kernels.compiled import Kernel, as_array, compile_kernel, even_shares, scalar, widen
+from megatron_runtime.model.kernels.block_rounding import largest_bits, round_to_bytes
+from megatron_runtime.model.kernels.compiled import Kernel, as_array, compile_kernel, even_shares, scalar
 from megatron_runtime.model.kernels.row_kernels import WORTH_SHARING
 
 TILE = 4
@@ -100,34 +101,23 @@ def _code_row(
     row: Any,
 ) -> None:
     """One row of the tile that begins with the row ``first``."""
-    columns = inputs.shape[1]
-    for block in range(columns // BLOCK):
-        # As integers, because their maximum is exact and keeps a NaN.
-        largest = np.uint32(0)
-        for column in range(BLOCK):
-            bits = np.float32(widen(inputs[first + row, block * BLOCK + column])).view(np.uint32)
-            largest = max(largest, np.uint32(bits & np.uint32(0x7FFFFFFF)))
-        bound = np.uint32(largest).view(np.float32)
+    blocks = inputs.shape[1] // BLOCK
+    half = BLOCK // 2
+    for block in range(blocks):
+        near = inputs.ctypes.data + ((first + row) * inputs.shape[1] + block * BLOCK) * inputs.itemsize
+        far = near + half * inputs.itemsize
+        bound = np.uint32(max(largest_bits(inputs, near), largest_bits(inputs, far))).view(np.float32)
         inverse, scale = np.float32(0), np.float32(0)
         if bound >= np.float32(1e-30):
             inverse, scale = np.float32(127) / bound, bound / np.float32(127)
         if not np.isfinite(bound):
             inverse, scale = np.float32(0), np.float32(np.nan)
-        place = first * (columns // BLOCK) + block * rows + row
-        halves = (np.int32(0), np.int32(0))
-        for half in range(2):
-            total = np.int32(0)
-            for column in range(half * BLOCK // 2, (half + 1) * BLOCK // 2):
-                value = widen(inputs[first + row, block * BLOCK + column]) * inverse
-                # Rounds to the nearest integer, half to even, which is then in the lowest bits.
-                rounded = np.float32(value + np.float32(12582912.0)).view(np.int32) - np.int32(0x4B400000)
-                rounded = np.int32(rounded) if scale == scale else np.int32(0)
-                codes[place * BLOCK + column] = np.int8(rounded)
-                total += rounded
-            halves = (halves[1], total)
+        place = first * blocks + block * rows + row
+        to = codes.ctypes.data + place * BLOCK
+        left, right = round_to_bytes(inputs, near, inverse, to), round_to_bytes(inputs, far, inverse, to + half)
         if groups == 1:
-            starts[place] = -offset * (halves[0] + halves[1])
+            starts[place] = -offset * (left + right)
         else:
-            starts[place * 2], starts[place * 2 + 1] = -offset * halves[0], -offset * halves[1]
+            starts[place * 2], starts[place * 2 + 1] = -offset * left, -offset * right
         scales[place] = scale
-        sums[place] = scale * np.float32(halves[0] + halves[1])
+        sums[place] = scale * np.float32(left + right)

@@ -6,6 +6,7 @@ A kernel gets a bfloat16 tensor as the uint16 of its bits, and computes in float
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -55,8 +56,12 @@ def as_array(tensor: Tensor) -> NDArray[Any]:
 
 
 def even_shares(rows: int) -> NDArray[np.int64]:
-    """Start of each thread's share of ``rows`` equal rows, and the end: int64 [threads + 1]."""
-    threads = kernel_threads()
+    """Start of each thread's share of ``rows`` equal rows, and the end: int64 [threads + 1], not to be changed."""
+    return _even_shares(rows, kernel_threads())
+
+
+@lru_cache(4096)
+def _even_shares(rows: int, threads: int) -> NDArray[np.int64]:
     return np.arange(threads + 1) * rows // threads
 
 

@@ -33,7 +33,12 @@ Array = NDArray[Any]
 
 
 def multiply(
-    inputs: CodedInputs, coding: Coding, panels: tuple[Array, Array, Array], bias: Tensor | None, outputs: Tensor
+    inputs: CodedInputs,
+    coding: Coding,
+    panels: tuple[Array, Array, Array],
+    bias: Tensor | None,
+    outputs: Tensor,
+    columns: range,
 ) -> None:
     """Multiply coded inputs by a matrix: a row's bits do not depend on the others.
 
@@ -42,7 +47,8 @@ def multiply(
         coding: Of the matrix.
         panels: Of `multiply_panel`, each flat: codes (uint8), scales and mins (both float16, as uint16).
         bias: Is added before the rounding; [rows of the matrix], of the type of ``outputs``.
-        outputs: [T, rows of the matrix], float32 or bfloat16; its rows are contiguous, but may be parts of others.
+        outputs: [T, any], float32 or bfloat16, contiguous.
+        columns: Of ``outputs``, which are written: one for each row of the matrix.
     """
     if not inputs.rows:
         return
@@ -50,10 +56,11 @@ def multiply(
     added = as_array(outputs.new_empty(0) if bias is None else bias)
     blocks = len(inputs.scales) // inputs.rows
     tiles = max(_CACHED_BYTES // (blocks * BLOCK * TILE), 1)
-    shares = even_shares(-(-outputs.shape[1] // PANEL))
+    shares = even_shares(-(-len(columns) // PANEL))
     kernel = _product_kernel(Packing.of(coding), narrow)
     arrays = (inputs.codes, inputs.scales, inputs.starts, inputs.sums)
-    kernel(*panels, *arrays, as_array(outputs), added, blocks, tiles * TILE, shares)
+    place = (columns.start, len(columns))
+    kernel(*panels, *arrays, as_array(outputs), added, *place, blocks, tiles * TILE, shares)
 
 
 def prepare(coding: Coding, dtype: torch.dtype) -> None:
@@ -64,14 +71,19 @@ def prepare(coding: Coding, dtype: torch.dtype) -> None:
 
 
 @njit(inline="always")
-def _write(products: Any, bias: Any, outputs: Any, first: Any, count: Any, start: Any) -> None:
-    """Write the products of ``count`` rows with a panel, without its padding."""
+def _write(
+    products: Any, bias: Any, outputs: Any, first: Any, count: Any, column: Any, start: Any, height: Any
+) -> None:
+    """Write the products of ``count`` rows with the panel that begins at the row ``start``, without its padding."""
+    width = min(PANEL, height - start)
     for row in range(count):
-        for lane in range(min(PANEL, outputs.shape[1] - start)):
-            value = products[row, lane]
-            if len(bias):
-                value += widen(bias[start + lane])
-            outputs[first + row, start + lane] = narrowed(value, outputs)
+        to = outputs[first + row, column + start : column + start + width]
+        if len(bias):
+            for lane in range(width):
+                to[lane] = narrowed(products[row, lane] + widen(bias[start + lane]), outputs)
+        else:
+            for lane in range(width):
+                to[lane] = narrowed(products[row, lane], outputs)
 
 
 @cache
@@ -90,6 +102,8 @@ def _product_kernel(packing: Packing, narrow: bool) -> Kernel:
         sums: Any,
         outputs: Any,
         bias: Any,
+        column: Any,
+        height: Any,
         blocks: Any,
         together: Any,
         shares: Any,
@@ -115,10 +129,10 @@ def _product_kernel(packing: Packing, narrow: bool) -> Kernel:
                             multiply_panel(bits, group, has_mins, 2, blocks, c, s, m, x, f, b, t, to)
                         else:
                             multiply_panel(bits, group, has_mins, 1, blocks, c, s, m, x, f, b, t, to)
-                        _write(products, bias, outputs, first, count, panel * PANEL)
+                        _write(products, bias, outputs, first, count, column, panel * PANEL, height)
                         first += count
 
     kind, floats = scalar(narrow), float32[::1]
     panels, inputs = (uint8[::1], uint16[::1], uint16[::1]), (int8[::1], floats, int32[::1], floats)
-    signature = void(*panels, *inputs, kind[:, :], kind[::1], int64, int64, int64[::1])
+    signature = void(*panels, *inputs, kind[:, ::1], kind[::1], int64, int64, int64, int64, int64[::1])
     return compile_kernel(run, signature, fast=False)

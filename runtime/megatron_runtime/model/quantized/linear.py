@@ -24,7 +24,7 @@ class QuantizedLinear(nn.Module):
         self.matrices = tuple(matrices)
         self.bias = bias
         self._dtype = dtype
-        self._heights = [matrix.rows for matrix in self.matrices]
+        self._height = sum(matrix.rows for matrix in self.matrices)
 
     @property
     def weight(self) -> Tensor:
@@ -33,14 +33,16 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[T, in] to [T, out]."""
-        outputs = inputs.new_empty(len(inputs), sum(self._heights))
-        biases = [None] * len(self.matrices) if self.bias is None else torch.split(self.bias, self._heights)
+        outputs = inputs.new_empty(len(inputs), self._height)
         coded: dict[tuple[int, int], CodedInputs] = {}
-        for matrix, bias, part in zip(self.matrices, biases, torch.split(outputs, self._heights, dim=1), strict=True):
+        column = 0
+        for matrix in self.matrices:
             key = _inputs_of(matrix.coding)
             if key not in coded:
                 coded[key] = code_inputs(inputs, matrix.coding)
-            matrix.multiply(coded[key], bias, part)
+            bias = None if self.bias is None else self.bias[column : column + matrix.rows]
+            matrix.multiply(coded[key], bias, outputs, column)
+            column += matrix.rows
         return outputs
 
 

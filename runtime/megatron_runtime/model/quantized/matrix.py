@@ -70,9 +70,9 @@ class QuantizedMatrix:
         """The number of scales and mins that are NaN or infinite."""
         return sum(int((~part.isfinite()).sum()) for part in (self._scales, self._mins))
 
-    def multiply(self, inputs: CodedInputs, bias: Tensor | None, outputs: Tensor) -> None:
-        """``outputs = inputs W^T + bias``, as in `quantized_products.multiply`."""
-        multiply(inputs, self.coding, self._arrays, bias, outputs)
+    def multiply(self, inputs: CodedInputs, bias: Tensor | None, outputs: Tensor, column: int = 0) -> None:
+        """``inputs W^T + bias`` in ``outputs`` from a column on, as in `quantized_products.multiply`."""
+        multiply(inputs, self.coding, self._arrays, bias, outputs, range(column, column + self.rows))
 
     @cached_property
     def _arrays(self) -> tuple[NDArray[np.uint8], NDArray[np.uint16], NDArray[np.uint16]]:

@@ -11,20 +11,23 @@ from megatron_runtime.model.quantized.matrix import QuantizedMatrix
 
 @dataclass(frozen=True)
 class CodedPlacement:
-    """All rows of ``matrix``, from the ``stored`` chunks of the tensor's rows, in order, and from some columns."""
+    """Some rows of ``matrix``, from the row ``start`` on: the ``stored`` chunks of the tensor's rows, in order, and of
+    each the ``columns``.
+    """
 
     matrix: QuantizedMatrix
+    start: int
     stored: tuple[range, ...]
     columns: slice
 
     @property
     def elements(self) -> int:
         """Number of weights."""
-        return self.matrix.rows * self.matrix.columns
+        return sum(map(len, self.stored)) * self.matrix.columns
 
     @property
     def numbers(self) -> int:
-        """Number of values that `count_not_finite` checks."""
+        """Number of values that `count_not_finite` checks: all scales and mins of the matrix."""
         return self.matrix.num_scales
 
     @property
@@ -35,7 +38,7 @@ class CodedPlacement:
     def fill(self, source: WeightSource, name: str) -> Iterator[int]:
         """Copy the tensor; yields the number of weights of each chunk."""
         assert isinstance(source, CodedSource)
-        start = 0
+        start = self.start
         for chunk in self.stored:
             for rows in source.read_coded(name, chunk, self.columns):
                 self.matrix.fill(start, rows)
