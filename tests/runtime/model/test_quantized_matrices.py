@@ -119,6 +119,14 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(kind: str, dtype: torch.d
         assert torch.equal(linear(given[first:last]), together[first:last]), (first, last)
 
 
+def test_the_shares_of_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, given = QuantizedLinear([matrix("Q4_1", 70, 256)], None, torch.float32), inputs(9, 256)
+    expected = linear(given)
+    for bounds in ([0, 1, 3], [0, 0, 2, 3]):
+        monkeypatch.setattr(quantized_products, "even_shares", lambda _, bounds=bounds: np.array(bounds))
+        assert torch.equal(linear(given), expected)
+
+
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
 def test_numbers_that_are_not_finite_reach_the_results_of_their_row(wrong: float) -> None:
     linear, given = QuantizedLinear([matrix("Q4_1", 40, 128)], None, torch.float32), inputs(6, 128)

@@ -211,7 +211,7 @@ def test_what_has_no_kernels_is_refused(name: str, dtype: str, device: str) -> N
 
 @pytest.mark.model
 def test_perplexity_is_nearly_that_of_the_expanded_weights(smollm2_path: Path) -> None:
-    """docs/performance.md has the mean over many texts. That of one text varies by several tenths of a percent."""
+    """benchmarks/README.md has the mean over many texts. That of one text varies by several tenths of a percent."""
     text = (Path(__file__).parents[3] / "LICENSE").read_text(encoding="utf-8")
     tokens = load_tokenizer(smollm2_path).tokenize(text)[:512]
     kept, expanded = (
