@@ -87,7 +87,7 @@ def test_weights_are_checked_for_nan_if_configured(
     assert asked == [checks]
 
 
-@pytest.mark.parametrize(("flags", "choice"), [((), "auto"), (("--quantized-weights", "expand"), "expand")])
+@pytest.mark.parametrize(("flags", "choice"), [((), "expand"), (("--quantized-weights", "keep"), "keep")])
 def test_the_choice_of_quantized_weights_reaches_the_model(
     rank_options: Any, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], choice: str
 ) -> None:

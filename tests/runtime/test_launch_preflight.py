@@ -75,7 +75,7 @@ def refusal(options: LaunchOptions) -> str | None:
         ),
         (
             {"engine": EngineOptions(quantized_weights="int8")},
-            "--quantized-weights int8: use one of auto, keep, expand",
+            "--quantized-weights int8: use one of expand, keep",
         ),
         (
             {"engine": EngineOptions(quantized_weights="keep", device="cuda")},

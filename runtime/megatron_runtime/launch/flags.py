@@ -43,8 +43,8 @@ class EngineFlags:
     quantized_weights: Annotated[
         str,
         typer.Option(
-            help="keep: compute with the codes of a GGUF file, on a CPU. expand: convert them to the dtype. auto: keep"
-            " on a CPU with dtype auto or bfloat16."
+            help="Of GGUF files. expand: convert them to the dtype. keep: compute with them as they are, on a CPU,"
+            " which is faster and takes less memory, but rounds the inputs of products to int8."
         ),
     ] = EngineOptions.quantized_weights
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = EngineOptions.device

@@ -54,7 +54,7 @@ class EngineOptions:
     """The engine of each replica group. Sizes are bytes; None lets the preflight choose."""
 
     dtype: str = "auto"
-    quantized_weights: str = "auto"
+    quantized_weights: str = "expand"
     device: str = "cpu"
     max_sequence_length: int | None = None
     block_size_tokens: int = 16

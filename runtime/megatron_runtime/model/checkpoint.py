@@ -72,7 +72,7 @@ def load_model(
     on_progress: ProgressCallback | None = None,
     ranks: Ranks | None = None,
     block_size_tokens: int | None = None,
-    quantized_weights: str = "auto",
+    quantized_weights: str = "expand",
 ) -> Decoder:
     """The decoder in a GGUF file or a folder, with weights as ``dtype`` on ``device``.
 
@@ -80,8 +80,7 @@ def load_model(
     output of a Megatron training, of which the latest iteration is loaded. ``max_sequence_length`` replaces the
     configuration's ``max_position_embeddings``. Memory beyond the weights is small. With ``ranks``, only this rank's
     part is read. While the weights load, kernels for GPUs are compiled for a KV cache with blocks of
-    ``block_size_tokens``; None: at their first use. ``quantized_weights``: ``keep`` computes with the codes of a GGUF
-    file, on a CPU; ``expand`` converts them to ``dtype``; ``auto`` is as in `QUANTIZED_WEIGHTS`.
+    ``block_size_tokens``; None: at their first use. ``quantized_weights`` is one of `QUANTIZED_WEIGHTS`.
 
     Raises:
         CheckpointError: As in `inspect_checkpoint`; with ``check_finite`` also for a tensor with NaN or infinity.

@@ -34,7 +34,7 @@ def tokenizer(smollm2_path: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def smollm2(smollm2_path: Path) -> Decoder:
-    return load_model(smollm2_path, dtype="bfloat16")
+    return load_model(smollm2_path, dtype="bfloat16", quantized_weights="keep")
 
 
 def engine_of(model: Decoder, tokenizer: Tokenizer, blocks: int, **settings: object) -> DynamicInferenceEngine:
@@ -77,7 +77,7 @@ def test_bits_do_not_depend_on_the_schedule(
 def test_a_suspension_with_released_weights_changes_no_bit(
     smollm2_path: Path, tokenizer: Tokenizer, prompts: list[str], alone: list[tuple[list[int], object]]
 ) -> None:
-    model = load_model(smollm2_path, dtype="bfloat16")
+    model = load_model(smollm2_path, dtype="bfloat16", quantized_weights="keep")
     engine = engine_of(model, tokenizer, 200, offload_weights=True)
     pairs = enumerate(zip(prompts, PARAMS, strict=False))
     futures = [engine.add_request(index, prompt, params) for index, (prompt, params) in pairs]

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 from megatron_runtime.errors import ConfigurationError
 
-QUANTIZED_WEIGHTS = ("auto", "keep", "expand")
-"""``keep``: as stored, on a CPU. ``expand``: converted to the dtype. ``auto``: kept on a CPU with dtype auto or
-bfloat16; another dtype asks for its precision.
-"""
+QUANTIZED_WEIGHTS = ("expand", "keep")
+"""``expand``: converted to the dtype. ``keep``: as stored, on a CPU, with inputs of products rounded to int8."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,6 @@ def keeps_quantized(choice: str, dtype: str, device: str, name: str = "quantized
     """
     if choice not in QUANTIZED_WEIGHTS:
         raise ConfigurationError(f"{name} {choice}: use one of {', '.join(QUANTIZED_WEIGHTS)}", field=name)
-    if choice == "auto":
-        return device == "cpu" and dtype in ("auto", "bfloat16")
     if choice == "keep" and (device != "cpu" or dtype == "float16"):
         raise ConfigurationError(
             f"{name} keep: only a CPU computes with quantized weights, in bfloat16 or float32, but the device is "
