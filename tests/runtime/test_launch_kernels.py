@@ -14,7 +14,7 @@ from megatron_runtime.launch.kernels import KERNELS_VARIABLE, kernel_cache
 from megatron_runtime.model.kernels.compile_kernels import CACHE_VARIABLE
 
 COMPILE = "megatron_runtime.model.kernels.compile_kernels"
-SIZES = ("--head-dim", "16", "--latent-dim", "8", "4", "--dtype", "float32")
+SIZES = ("--head-dim", "16", "--latent-dim", "8", "4", "--dtype", "float32", "--quantization", "Q8_0")
 
 
 def files_below(folder: Path) -> dict[str, bytes]:
@@ -26,6 +26,7 @@ def test_precompiled_kernels_are_used(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", COMPILE, str(shipped), *SIZES], check=True)
     before = files_below(shipped)
     assert any("attend" in name for name in before)
+    assert any("_product_kernel" in name for name in before)
     environment = {**os.environ, KERNELS_VARIABLE: str(shipped)}
     environment.pop(CACHE_VARIABLE, None)
     with kernel_cache(environment):

@@ -23,6 +23,7 @@ from megatron_runtime.launch.tasks import (
     threads_per_rank,
 )
 from megatron_runtime.model.cache_layout import CacheLayout
+from megatron_runtime.model.formats.quantized_weights import KeptWeights
 
 FACTS = CheckpointFacts(
     path="/m",
@@ -71,6 +72,15 @@ def refusal(options: LaunchOptions) -> str | None:
         (
             {"engine": EngineOptions(logprobs_mode="cooked")},
             "--logprobs-mode cooked: use one of raw_logprobs, processed",
+        ),
+        (
+            {"engine": EngineOptions(quantized_weights="int8")},
+            "--quantized-weights int8: use one of expand, keep",
+        ),
+        (
+            {"engine": EngineOptions(quantized_weights="keep", device="cuda")},
+            "--quantized-weights keep: only a CPU computes with quantized weights, in bfloat16 or float32, but the "
+            "device is cuda and the dtype auto",
         ),
         ({"engine": EngineOptions(device="tpu")}, "--device tpu: use one of cpu, cuda"),
         ({"engine": EngineOptions(block_size_tokens=0)}, "--block-size-tokens 0: must be at least 1"),
@@ -323,6 +333,14 @@ def test_a_head_tied_to_the_embedding_counts_twice_on_a_cpu(options: LaunchOptio
     tied = replace(FACTS, tied_head_parameters=100)
     assert plan_engine(options, tied, PLENTY).weight_bytes == 4 * 1100
     assert plan_engine(with_engine(options, device="cuda", dtype="auto"), tied, PLENTY).weight_bytes == 2 * 1000
+
+
+def test_quantized_weights_count_their_bytes(options: LaunchOptions) -> None:
+    kept = KeptWeights(parameters=700, num_bytes=400, expert_parameters=300, expert_bytes=160)
+    facts = replace(FACTS, expert_parameters=500, kept=kept)
+    assert plan_engine(options, facts, PLENTY).weight_bytes == 4 * 300 + 400
+    divided = with_engine(options, tensor_parallel=2, expert_parallel=4)
+    assert plan_engine(divided, facts, PLENTY).weight_bytes == (4 * 100 + 240) // 2 + (4 * 200 + 160) // 4
 
 
 @pytest.mark.parametrize(("native", "size"), [(True, 2), (False, 4)])

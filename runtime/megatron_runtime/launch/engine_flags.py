@@ -33,6 +33,13 @@ class EngineFlags:
     """The engine of each replica group; all fields but the amounts of memory are those of EngineOptions."""
 
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = EngineOptions.dtype
+    quantized_weights: Annotated[
+        str,
+        typer.Option(
+            help="Of GGUF files. expand: convert them to the dtype. keep: compute with them as they are, on a CPU,"
+            " which is faster and takes less memory, but rounds the inputs of products to int8."
+        ),
+    ] = EngineOptions.quantized_weights
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = EngineOptions.device
     max_sequence_length: Annotated[int | None, typer.Option(help="Most tokens of a prompt and its answer.")] = None
     tensor_parallel: Annotated[int, typer.Option(help="Ranks that share each layer.")] = EngineOptions.tensor_parallel

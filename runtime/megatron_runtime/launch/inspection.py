@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from megatron_runtime.errors import CheckpointError, ConfigurationError, MegatronInferenceError
 from megatron_runtime.launch.options import EngineOptions, ModelSource, parallel_flag
 from megatron_runtime.model.cache_layout import CacheLayout
+from megatron_runtime.model.formats.quantized_weights import KeptWeights
 from megatron_runtime.processes.child import Child, ChildTask, Report
 from megatron_runtime.processes.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, ParentLink
 from megatron_runtime.processes.supervisor import ChildEnd, error_report
@@ -32,7 +33,9 @@ class CheckpointFacts:
     expert_parameters: int = 0
     """Parameters of the experts, included in ``parameters``."""
     tied_head_parameters: int = 0
-    """Parameters of a head that is tied to the embedding; a CPU stores them twice."""
+    """Parameters of a head that is tied to the embedding; a CPU stores them twice, unless they stay quantized."""
+    kept: KeptWeights = field(default_factory=KeptWeights)
+    """Weights that stay quantized."""
     activation_elements: int = 0
     """Elements per token that the widest layer of a rank holds at once."""
     vocabulary: int = 0
@@ -80,7 +83,8 @@ async def inspect_source(source: ModelSource, engine: EngineOptions) -> Checkpoi
         flag = parallel_flag(field) if field in engine.parallel_sizes else source.flag
         kind = ConfigurationError if error is not None and error["reason"] == "ConfigurationError" else CheckpointError
         raise kind(f"{flag}: {ChildEnd(task.role, code, tuple(child.tail), error).message}")
-    return CheckpointFacts(**facts | {"cache_layout": CacheLayout(**facts["cache_layout"])})
+    layout, kept = CacheLayout(**facts["cache_layout"]), KeptWeights(**facts["kept"])
+    return CheckpointFacts(**facts | {"cache_layout": layout, "kept": kept})
 
 
 def main() -> None:
@@ -102,6 +106,7 @@ def _inspect(options: InspectionOptions) -> CheckpointFacts:
     from megatron_runtime.model.formats.checkpoint_header import inspect_checkpoint
     from megatron_runtime.model.formats.expected_tensors import expert_parameters
     from megatron_runtime.model.formats.source import resolve_source
+    from megatron_runtime.model.quantized.kept_tensors import kept_weights
     from megatron_runtime.model.shard import Shard
 
     path = resolve_source(
@@ -110,6 +115,8 @@ def _inspect(options: InspectionOptions) -> CheckpointFacts:
     summary = inspect_checkpoint(path)
     config = summary.config
     shard = Shard(config, options.engine.sizes.position(0))  # raises if the model can't be divided so
+    kept = kept_weights(shard, summary.source) if options.engine.keeps_quantized else KeptWeights()
+    has_copy = config.tie_word_embeddings and not kept.has_embedding
     return CheckpointFacts(
         path=str(path),
         architecture=config.architecture,
@@ -118,7 +125,8 @@ def _inspect(options: InspectionOptions) -> CheckpointFacts:
         layers=config.num_layers,
         cache_layout=attention_kind(shard.largest_cache_config).cache_layout,
         expert_parameters=expert_parameters(config),
-        tied_head_parameters=config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0,
+        tied_head_parameters=config.vocab_size * config.hidden_size if has_copy else 0,
+        kept=kept,
         activation_elements=activation_elements(shard),
         vocabulary=config.vocab_size,
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_runtime.config import LOGPROBS_MODES, PrefixCachingCoordinatorPolicy, check_routing_alpha
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.identity import Identity
+from megatron_runtime.model.formats.quantized_weights import keeps_quantized
 from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.timeouts import RENDEZVOUS_TIMEOUT
 from megatron_runtime.processes.supervisor import HANG_SECONDS, RESET_SECONDS
@@ -56,6 +57,7 @@ class EngineOptions:
     """The engine of each replica group. Sizes are bytes; None lets the preflight choose."""
 
     dtype: str = "auto"
+    quantized_weights: str = "expand"
     device: str = "cpu"
     max_sequence_length: int | None = None
     block_size_tokens: int = 16
@@ -76,6 +78,11 @@ class EngineOptions:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: int = 1
+
+    @property
+    def keeps_quantized(self) -> bool:
+        """Whether matrices that the checkpoint stores quantized stay so; ConfigurationError names the flag."""
+        return keeps_quantized(self.quantized_weights, self.dtype, self.device, "--quantized-weights")
 
     @property
     def parallel_sizes(self) -> dict[str, int]:
@@ -193,6 +200,7 @@ class LaunchOptions:
     def _check_choices(self) -> None:
         _one_of("--dtype", self.engine.dtype, DTYPES)
         _one_of("--device", self.engine.device, DEVICES)
+        _ = self.engine.keeps_quantized
         _one_of("--kv-cache-management", self.engine.kv_cache_management, KV_CACHE_MANAGEMENTS)
         _one_of("--logprobs-mode", self.engine.logprobs_mode, LOGPROBS_MODES)
         _one_of("--routing-policy", self.routing_policy, ROUTING_POLICIES)

@@ -127,11 +127,13 @@ def element_bytes(engine: EngineOptions) -> int:
 
 def _weight_bytes(engine: EngineOptions, facts: CheckpointFacts) -> int:
     """Of one rank: all ranks of a stage divide the experts, and the tensor parallel ones the dense layers."""
-    dense = facts.parameters - facts.expert_parameters
+    kept, size = facts.kept, element_bytes(engine)
+    experts = (facts.expert_parameters - kept.expert_parameters) * size + kept.expert_bytes
+    weights = (facts.parameters - kept.parameters) * size + kept.num_bytes
     if engine.device == "cpu":
-        dense += facts.tied_head_parameters
-    size, dense_ranks = element_bytes(engine), engine.tensor_parallel * engine.pipeline_parallel
-    return dense * size // dense_ranks + facts.expert_parameters * size // engine.ranks_per_replica_group
+        weights += facts.tied_head_parameters * size
+    dense_ranks = engine.tensor_parallel * engine.pipeline_parallel
+    return (weights - experts) // dense_ranks + experts // engine.ranks_per_replica_group
 
 
 def _cache_bytes(options: LaunchOptions, facts: CheckpointFacts, weights: int, share: int) -> int:

@@ -22,8 +22,10 @@ from megatron_runtime.model.formats.checkpoint_header import (
 )
 from megatron_runtime.model.formats.checkpoint_path import checkpoint_path
 from megatron_runtime.model.formats.origin import Origin
+from megatron_runtime.model.formats.quantized_weights import QUANTIZED_WEIGHTS, keeps_quantized
 from megatron_runtime.model.formats.source import resolve_source
 from megatron_runtime.model.formats.weight_source import WeightSource
+from megatron_runtime.model.quantized_loading import keep_quantized
 from megatron_runtime.model.tokenizer import load_tokenizer
 from megatron_runtime.model.weights import ProgressCallback, load_weights
 from megatron_runtime.parallel.ranks import Ranks
@@ -33,6 +35,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 __all__ = [
     "DTYPES",
+    "QUANTIZED_WEIGHTS",
     "CheckpointSummary",
     "check_fit",
     "checkpoint_path",
@@ -69,6 +72,7 @@ def load_model(
     on_progress: ProgressCallback | None = None,
     ranks: Ranks | None = None,
     block_size_tokens: int | None = None,
+    quantized_weights: str = "expand",
 ) -> Decoder:
     """The decoder in a GGUF file or a folder, with weights as ``dtype`` on ``device``.
 
@@ -76,12 +80,12 @@ def load_model(
     output of a Megatron training, of which the latest iteration is loaded. ``max_sequence_length`` replaces the
     configuration's ``max_position_embeddings``. Memory beyond the weights is small. With ``ranks``, only this rank's
     part is read. While the weights load, kernels for GPUs are compiled for a KV cache with blocks of
-    ``block_size_tokens``; None: at their first use.
+    ``block_size_tokens``; None: at their first use. ``quantized_weights`` is one of `QUANTIZED_WEIGHTS`.
 
     Raises:
         CheckpointError: As in `inspect_checkpoint`; with ``check_finite`` also for a tensor with NaN or infinity.
         ConfigurationError: ``max_sequence_length`` exceeds that of the model, or the model can't be divided among
-            ``ranks``.
+            ``ranks``, or ``dtype`` or ``quantized_weights`` is unknown or not possible.
     """
     path = checkpoint_path(path)
     origin = Origin.of(path)
@@ -90,6 +94,7 @@ def load_model(
     if max_sequence_length is not None:
         config = _limit_length(config, max_sequence_length)
     decoder = Decoder(config, dtype=choose_dtype(dtype, device), device=device, ranks=ranks)
+    decoder.keeps_quantized = keeps_quantized(quantized_weights, dtype, torch.device(device).type)
     with ThreadPoolExecutor(1, "kernels") as aside:
         kernels = aside.submit(decoder.prepare_kernels, block_size_tokens)
         fill(decoder, source, rotary_factors, on_progress, check_finite=check_finite)
@@ -108,7 +113,8 @@ def fill(
     check_finite: bool,
 ) -> None:
     """Copy the weights of a source that passed `check_fit` into a decoder that isn't packed."""
-    load_weights(source, decoder.placements(), on_progress, check_finite=check_finite)
+    placements = keep_quantized(decoder, source) if decoder.keeps_quantized else decoder.placements()
+    load_weights(source, placements, on_progress, check_finite=check_finite)
     if rotary_factors is not None:
         decoder.positions.frequencies /= torch.from_numpy(rotary_factors).to(decoder.device)
 

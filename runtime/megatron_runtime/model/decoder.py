@@ -61,6 +61,8 @@ class Decoder(nn.Module):
         """Whether `prepare` has packed the weights for the matrix kernels."""
         self.is_shared = False
         """Whether the weights are those of a live model, which owns their memory."""
+        self.keeps_quantized = False
+        """Whether matrices that a checkpoint stores quantized stay so, as far as their types allow it."""
         self.origin: Origin | None = None
         """The files of the weights; None for weights that were created in memory."""
         self.positions = Positions(config, dtype, device)
@@ -129,8 +131,10 @@ class Decoder(nn.Module):
 
     def replace_with(self, other: Decoder) -> None:
         """Replace the contents by those of another decoder, which must not be used afterwards."""
+        keeps_quantized = self.keeps_quantized
         vars(self).clear()
         vars(self).update(vars(other))
+        self.keeps_quantized = keeps_quantized
 
     def copy_from(self, other: Decoder) -> None:
         """Copy the other decoder's weights into the memory of this one's. Both are unpacked, with the same
@@ -156,13 +160,14 @@ class Decoder(nn.Module):
         rows = (self.shard.vocabulary,)
         named: dict[str, Placement] = {}
         if self.embedding is not None:
-            named[f"{names.embedding}.weight"] = Placement(self.embedding.table, rows)
+            named[f"{names.embedding}.weight"] = Placement(self.embedding.weight, rows, matrix_of=self.embedding)
             if self.embedding.learned_positions is not None:
                 named[f"{names.learned_positions}.weight"] = whole(self.embedding.learned_positions)
         if self.head is not None:
             named |= norm_placements(self.head.norm, names.final_norm)
             table = names.embedding if self.config.tie_word_embeddings else names.head
-            named.setdefault(f"{table}.weight", Placement(self.head.weight, rows))
+            if f"{table}.weight" not in named:
+                named[f"{table}.weight"] = Placement(self.head.weight, rows, matrix_of=self.head)
         for number, layer in zip(self.shard.layers, self.layers, strict=True):
             assert isinstance(layer, DecoderLayer)
             prefix = names.layer.format(number)

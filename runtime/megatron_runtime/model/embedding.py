@@ -9,6 +9,7 @@ from torch.nn import functional
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.host_memory import empty_matrix
 from megatron_runtime.model.kernels.row_kernels import has_gpu_row_kernels
+from megatron_runtime.model.quantized.matrix import QuantizedMatrix
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.ranks import Ranks
 
@@ -28,20 +29,33 @@ class Embedding(nn.Module):
         self._is_whole = len(shard.vocabulary) == config.vocab_size
         # Rounded to the weights' dtype, as in the training of the models that have such a scale.
         self._multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype, device="cpu"))
+        self._dtype = dtype
         self.table = vocabulary_table(shard, dtype)
+        self.quantized: QuantizedMatrix | None = None
+        """Instead of ``table``."""
         self.learned_positions: nn.Parameter | None = None
         if config.learned_positions:
             self.learned_positions = empty_matrix(config.learned_positions, config.hidden_size, dtype)
 
+    @property
+    def weight(self) -> Tensor:
+        """The rows on this rank, [tokens here, hidden]; a copy if they are quantized."""
+        return self.table if self.quantized is None else self.quantized.whole(self._dtype)
+
+    def keep_quantized(self, matrix: QuantizedMatrix) -> None:
+        """Replace the table."""
+        self.quantized = matrix
+        del self.table
+
     def forward(self, batch: ForwardBatch) -> Tensor:
         """[T, hidden]."""
-        if has_gpu_row_kernels(self.table):
+        if self.quantized is None and has_gpu_row_kernels(self.table):
             hidden = self.look_up_on_gpu(batch)
             if self._is_whole:
                 return hidden
             hidden = self._ranks.sum(hidden)
         else:
-            hidden = functional.embedding(batch.tokens, self.table) if self._is_whole else self._look_up(batch.tokens)
+            hidden = self._rows(batch.tokens) if self._is_whole else self._look_up(batch.tokens)
             if self._multiplier != 1.0:
                 hidden = hidden * self._multiplier
         if self.learned_positions is not None:
@@ -62,8 +76,13 @@ class Embedding(nn.Module):
         """The rows of this rank, and zeros for the others. Exactly one rank has each row, so the sum is exact."""
         rows = tokens - self._tokens.start
         elsewhere = (rows < 0) | (rows >= len(self._tokens))
-        found = functional.embedding(rows.masked_fill(elsewhere, 0), self.table)
+        found = self._rows(rows.masked_fill(elsewhere, 0))
         return self._ranks.sum(found.masked_fill(elsewhere[:, None], 0.0))
+
+    def _rows(self, indices: Tensor) -> Tensor:
+        if self.quantized is None:
+            return functional.embedding(indices, self.table)
+        return self.quantized.rows_of(indices, self._dtype)
 
 
 def vocabulary_table(shard: Shard, dtype: torch.dtype) -> nn.Parameter:

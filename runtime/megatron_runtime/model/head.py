@@ -9,6 +9,8 @@ from megatron_runtime.model.embedding import vocabulary_table
 from megatron_runtime.model.norms import make_norm
 from megatron_runtime.model.packed_linear import PackedLinear
 from megatron_runtime.model.products import linear
+from megatron_runtime.model.quantized.linear import QuantizedLinear
+from megatron_runtime.model.quantized.matrix import QuantizedMatrix
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.ranks import Ranks
 
@@ -34,7 +36,8 @@ class Head(nn.Module):
         self._has_own_table = table is None
         self.norm = make_norm(shard.config, shard.config.hidden_size, dtype)
         self.table = vocabulary_table(shard, dtype) if table is None else table
-        self._packed: PackedLinear | None = None
+        self._dtype = dtype
+        self._packed: PackedLinear | QuantizedLinear | None = None
 
     @property
     def weight(self) -> Tensor:
@@ -51,12 +54,19 @@ class Head(nn.Module):
         return self._ranks.gather(self._finish(logits.float()), self._widths)
 
     def pack(self) -> None:
-        """Pack the table for the matrix kernels. A table shared with the embedding is kept, because it is looked up by
-        rows.
+        """Pack the table for the matrix kernels, unless it is quantized. A table shared with the embedding is kept,
+        because it is looked up by rows.
         """
+        if self._packed is not None:
+            return
         self._packed = PackedLinear(self.table)
         if self._has_own_table:
             del self.table
+
+    def keep_quantized(self, matrix: QuantizedMatrix) -> None:
+        """Replace the table; the embedding may have the same matrix."""
+        self._packed = QuantizedLinear([matrix], None, self._dtype)
+        del self.table
 
     def _finish(self, logits: Tensor) -> Tensor:
         if self._config.logit_divisor != 1.0:

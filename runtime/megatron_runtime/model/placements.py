@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatron_runtime.model.decoder_layer import DecoderLayer
 from megatron_runtime.model.experts import Experts
 from megatron_runtime.model.formats.tensor_names import TensorNames
+from megatron_runtime.model.formats.weight_source import WeightSource, row_pieces
 from megatron_runtime.model.latent_attention import MLASelfAttention
 from megatron_runtime.model.layers import FeedForward, Linear
 from megatron_runtime.model.self_attention import SelfAttention
@@ -26,6 +27,33 @@ class Placement:
     stored: tuple[range, ...]
     """The chunks of the tensor's dimension ``dim`` that fill the view, in order; the other dimension is whole."""
     dim: int = 0
+    matrix_of: nn.Module | None = None
+    """The module whose matrix ``view`` is, or the next rows of it, and that can have a quantized matrix instead."""
+
+    @property
+    def elements(self) -> int:
+        """Number of weights."""
+        return self.view.numel()
+
+    @property
+    def numbers(self) -> int:
+        """Number of values that `count_not_finite` checks."""
+        return self.elements
+
+    @property
+    def type_name(self) -> str:
+        """The type of the weights in memory, for errors."""
+        return str(self.view.dtype).removeprefix("torch.")
+
+    def fill(self, source: WeightSource, name: str) -> Iterator[int]:
+        """Copy the tensor; yields the number of weights of each chunk."""
+        for part, begin in self.pieces():
+            yield from source.read(name, part, begin)
+
+    def count_not_finite(self) -> int:
+        """The number of weights that are NaN or infinite. By chunks, because the result for each needs memory too."""
+        view = self.view
+        return sum(int((~view[part].isfinite()).sum()) for part in row_pieces(tuple(view.shape)))
 
     def pieces(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
         """Parts of the view, with the start of the corresponding part of the tensor."""
@@ -117,7 +145,7 @@ def _latent_attention(attention: MLASelfAttention, names: TensorNames, shard: Sh
     yield from _rows(attention.kv_down, [names.kv_down], [_all(latent.kv_lora_rank + latent.qk_rope_head_dim)], names)
     yield from norm_placements(attention.kv_down_norm, names.kv_down_norm).items()
     rows = _heads(heads, total, latent.qk_nope_head_dim + latent.v_head_dim)
-    yield f"{names.kv_up}.weight", _matrix(attention.kv_up, (rows.chunk,), 0, names)
+    yield f"{names.kv_up}.weight", _matrix(attention.kv_up, (rows.chunk,), 0, names, None)
     yield from _columns(attention.output, names.attention_output, _heads(heads, total, latent.v_head_dim), names)
 
 
@@ -167,17 +195,21 @@ def _rows(linear: Linear, stored: Sequence[str], parts: Sequence[_Part], names: 
         chunks = [tuple(part.shift(by) for part, by in zip(parts, before, strict=True))]
     sizes = [sum(map(len, each)) for each in chunks]
     for name, weight, each in zip(stored, torch.split(linear.weight, sizes), chunks, strict=True):
-        yield f"{name}.weight", _matrix(weight, each, 0, names)
+        yield f"{name}.weight", _matrix(weight, each, 0, names, linear)
     if linear.bias is not None:
         for name, bias, each in zip(stored, torch.split(linear.bias, sizes), chunks, strict=True):
             yield f"{name}.bias", Placement(bias, each)
 
 
 def _columns(linear: Linear, stored: str, part: _Part, names: TensorNames) -> Placements:
-    yield f"{stored}.weight", _matrix(linear.weight, (part.chunk,), 1, names)
+    yield f"{stored}.weight", _matrix(linear.weight, (part.chunk,), 1, names, linear)
     if linear.bias is not None:
         yield f"{stored}.bias", whole(linear.bias)
 
 
-def _matrix(weight: Tensor, chunks: tuple[range, ...], dim: int, names: TensorNames) -> Placement:
-    return Placement(weight.t(), chunks, 1 - dim) if names.transposed else Placement(weight, chunks, dim)
+def _matrix(
+    weight: Tensor, chunks: tuple[range, ...], dim: int, names: TensorNames, owner: nn.Module | None
+) -> Placement:
+    if names.transposed:
+        return Placement(weight.t(), chunks, 1 - dim)
+    return Placement(weight, chunks, dim, owner)

@@ -160,6 +160,7 @@ def _read_checkpoint(model: Decoder, given: Path) -> Decoder:
             )
     check_fit(config, source)
     fresh = Decoder(config, dtype=model.dtype, device="cpu", ranks=model.ranks)
+    fresh.keeps_quantized = model.keeps_quantized
     fill(fresh, source, rotary_factors, check_finite=True)
     fresh.origin = origin
     return fresh

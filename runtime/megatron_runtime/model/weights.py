@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_runtime.errors import CheckpointError
-from megatron_runtime.model.formats.weight_source import StoredTensor, WeightSource, row_pieces
+from megatron_runtime.model.formats.weight_source import StoredTensor, WeightSource
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megatron_runtime.model.placements import Placement
+    from megatron_runtime.model.quantized.placement import CodedPlacement
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ ProgressCallback = Callable[[LoadProgress], None]
 
 def load_weights(
     source: WeightSource,
-    placements: Mapping[str, Placement],
+    placements: Mapping[str, Placement | CodedPlacement],
     on_progress: ProgressCallback | None = None,
     *,
     check_finite: bool = False,
@@ -47,30 +46,23 @@ def load_weights(
     With ``check_finite``, raises CheckpointError with the first tensor that has NaN or infinity in its final dtype.
     """
     tensors = source.tensors
-    total = sum(_part_bytes(tensors[name], place.view.numel()) for name, place in placements.items())
+    total = sum(_part_bytes(tensors[name], place.elements) for name, place in placements.items())
     loaded, start = 0, time.monotonic()
     for name, placement in placements.items():
         stored, done = tensors[name], 0
-        for part, begin in placement.pieces():
-            for elements in source.read(name, part, begin):
-                done += elements
-                if on_progress is not None:
-                    progress = LoadProgress(loaded + _part_bytes(stored, done), total, time.monotonic() - start)
-                    on_progress(progress)
-        loaded, view = loaded + _part_bytes(stored, done), placement.view
-        if check_finite and (wrong := _count_not_finite(view)):
+        for elements in placement.fill(source, name):
+            done += elements
+            if on_progress is not None:
+                progress = LoadProgress(loaded + _part_bytes(stored, done), total, time.monotonic() - start)
+                on_progress(progress)
+        loaded += _part_bytes(stored, done)
+        if check_finite and (wrong := placement.count_not_finite()):
             raise CheckpointError(
-                f"{source.location}: {wrong:,} of the {view.numel():,} numbers in tensor {name} are NaN or "
-                f"infinite as {str(view.dtype).removeprefix('torch.')}. Fetch the checkpoint again, or choose "
-                "another dtype"
+                f"{source.location}: {wrong:,} of the {placement.numbers:,} numbers in tensor {name} are NaN or "
+                f"infinite as {placement.type_name}. Fetch the checkpoint again, or choose another dtype"
             )
 
 
 def _part_bytes(stored: StoredTensor, elements: int) -> int:
     """Stored bytes of some elements of a tensor."""
     return stored.num_bytes * elements // max(math.prod(stored.shape), 1)
-
-
-def _count_not_finite(tensor: Tensor) -> int:
-    """By chunks, because the result for each element needs memory too."""
-    return sum(int((~tensor[part].isfinite()).sum()) for part in row_pieces(tuple(tensor.shape)))

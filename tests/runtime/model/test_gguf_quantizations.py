@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from runtime_support.random_blocks import random_blocks
 from runtime_support.reference_models import CLOSE, logits_of
 
 from megatron_runtime.model.checkpoint import load_model
@@ -41,38 +41,7 @@ KIN: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", GEMMA),
 }
 KINDS = sorted({GGMLQuantizationType.F32, GGMLQuantizationType.F16, *gguf.quants._type_traits})
-FLOATS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 TOKENS = list(range(1, 20))
-
-
-@pytest.fixture(scope="module")
-def blocks() -> Callable[[GGMLQuantizationType, tuple[int, ...]], np.ndarray]:
-    """``blocks(kind, shape)``: the bytes of a random tensor. The package can quantize to few kinds.
-
-    Selects random blocks whose weights have a usual size.
-    """
-    pools: dict[GGMLQuantizationType, np.ndarray] = {}
-
-    def pool(kind: GGMLQuantizationType) -> np.ndarray:
-        found, random = [], np.random.default_rng(0)
-        while sum(map(len, found)) < 64:
-            raw = random.integers(0, 256, (4096, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
-            with np.errstate(all="ignore"):
-                largest = np.abs(gguf.quants.dequantize(raw, kind)).max(axis=1)
-            found.append(raw[(largest > 0.02) & (largest < 0.2)])
-        return np.concatenate(found)
-
-    def draw(kind: GGMLQuantizationType, shape: tuple[int, ...]) -> np.ndarray:
-        random = np.random.default_rng(shape)
-        if kind in FLOATS:
-            return gguf.quants.quantize(random.normal(0.0, 0.05, shape).astype(np.float32), kind)
-        if kind not in pools:
-            pools[kind] = pool(kind)
-        per_row = shape[-1] // gguf.GGML_QUANT_SIZES[kind][0]
-        chosen = random.integers(0, len(pools[kind]), (*shape[:-1], per_row))
-        return pools[kind][chosen].reshape(*shape[:-1], -1)
-
-    return draw
 
 
 @torch.inference_mode()
@@ -85,12 +54,11 @@ def test_a_quantized_model_has_the_logits_of_its_dequantized_weights(
     random_model: Any,
     write_gguf: Any,
     paged_requests: Any,
-    blocks: Any,
 ) -> None:
     family, changes = KIN[kin]
     model = random_model(family, std=0.05, **(SIZES | changes))
     before = model.model.layers[0].self_attn.q_proj.weight.clone()
-    path = write_gguf(tmp_path / "model.gguf", model, kind=kind, draw=lambda shape: blocks(kind, shape))
+    path = write_gguf(tmp_path / "model.gguf", model, kind=kind, draw=partial(random_blocks, kind))
     assert not torch.equal(model.model.layers[0].self_attn.q_proj.weight, before)
     expected = logits_of(model, TOKENS)
     assert expected.std() > 0.01

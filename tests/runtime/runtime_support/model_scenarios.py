@@ -50,6 +50,24 @@ def answer_all(rank: int, sizes: ParallelSizes, port: int, models: list[tuple[Pa
     return answers
 
 
+def answer_quantized(rank: int, sizes: ParallelSizes, port: int, path: Path) -> dict[str, Any]:
+    """The answers of this rank's part with quantized weights, and the same in other passes and after a suspension."""
+    ranks = join(sizes, rank, port)
+    model = load_model(path, dtype="float32", quantized_weights="keep", ranks=ranks)
+    named = {name: view.clone() for name, view in model.destinations().items()}
+    said: dict[str, Any] = {"weights": named, "quantized": model.layers[0].feed_forward.down.__class__.__name__}
+    said["answers"] = _ask(model, 8)
+    requests = PagedRequests(model, num_blocks=64, block_size_tokens=4)
+    said["one by one"] = [requests.logits({name: [token]}) for name, tokens in PROMPTS.items() for token in tokens]
+    requests = PagedRequests(model, num_blocks=64, block_size_tokens=4)
+    said["whole"] = [requests.logits({name: tokens}) for name, tokens in PROMPTS.items()]
+    offload_weights(model)
+    restore_weights(model, torch.device("cpu"))
+    said["brought back"] = _ask(model, 8)
+    ranks.close()
+    return said
+
+
 def choose_experts(rank: int, sizes: ParallelSizes, port: int, path: Path) -> dict[str, Any]:
     """The experts that a rank selects for tokens whose attention it has computed differently."""
     ranks = join(sizes, rank, port)

@@ -29,6 +29,7 @@ class CheckpointSummary:
     config: ModelConfig
     weight_bytes: int
     num_parameters: int
+    source: WeightSource
 
     def loaded_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the weights after loading as ``dtype``."""
@@ -47,6 +48,7 @@ def inspect_checkpoint(path: Path | str) -> CheckpointSummary:
         config=config,
         weight_bytes=sum(tensor.num_bytes for tensor in source.tensors.values()),
         num_parameters=sum(math.prod(shape) for shape in expected_tensors(config).values()),
+        source=source,
     )
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.formats.coded_rows import CodedRows, decode
 from megatron_runtime.model.formats.gguf_file import GgufFile, GgufTensor
 from megatron_runtime.model.formats.tensor_names import TensorNames, tensor_names
 from megatron_runtime.model.formats.weight_source import StoredTensor, row_pieces
@@ -81,6 +82,19 @@ class GgufWeights:
             values = torch.from_numpy(self._file.rows(tensor, slice(first + part.start, first + part.stop))[:, columns])
             into[part if order is None else order[part]] = values.to(device=into.device, dtype=into.dtype)
             yield values.numel()
+
+    def read_coded(self, name: str, rows: range, columns: slice) -> Iterator[CodedRows]:
+        """As in CodedSource. The rows of queries or keys are those of whole heads."""
+        stored = self._by_name[name]
+        order, first = self._row_order(name, len(rows)), stored.start + rows.start
+        if order is not None:
+            whole = self._file.stored_rows(stored.tensor, slice(first, first + len(rows)))[order.argsort().numpy()]
+        for part in row_pieces((len(rows), stored.shape[1])):
+            if order is not None:
+                raw = whole[part]
+            else:
+                raw = self._file.stored_rows(stored.tensor, slice(first + part.start, first + part.stop))
+            yield decode(raw, stored.tensor.kind, columns)
 
     def rotary_factors(self) -> NDArray[np.float32] | None:
         """float32 [head_dim / 2], the divisors of the rotary frequencies (Llama 3.1); None without scaling."""

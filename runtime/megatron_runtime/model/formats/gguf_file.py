@@ -99,18 +99,21 @@ class GgufFile:
 
     def rows(self, tensor: GgufTensor, part: slice) -> npt.NDArray[np.float32]:
         """Dequantized rows of ``tensor`` seen as a matrix, float32 [rows, last dimension]."""
-        first, last, _ = part.indices(tensor.num_rows)
-        # Read instead of mapped, because pages of a mapped file count as memory in use.
-        place, count = tensor.offset + first * tensor.row_bytes, (last - first) * tensor.row_bytes
-        raw = np.fromfile(tensor.path, np.uint8, count, offset=place).reshape(last - first, tensor.row_bytes)
         try:
-            values = dequantize(raw, tensor.kind)
+            values = dequantize(self.stored_rows(tensor, part), tensor.kind)
         except NotImplementedError:
             raise CheckpointError(
                 f"{self.path}: tensor {tensor.name} has type {tensor.kind.name}, which can't be dequantized. "
                 "Choose another quantization, such as Q8_0 or Q4_K_M"
             ) from None
         return np.require(values, np.float32, "W")
+
+    def stored_rows(self, tensor: GgufTensor, part: slice) -> npt.NDArray[np.uint8]:
+        """The bytes of the same rows, uint8 [rows, stored bytes of a row]."""
+        first, last, _ = part.indices(tensor.num_rows)
+        # Read instead of mapped, because pages of a mapped file count as memory in use.
+        place, count = tensor.offset + first * tensor.row_bytes, (last - first) * tensor.row_bytes
+        return np.fromfile(tensor.path, np.uint8, count, offset=place).reshape(last - first, tensor.row_bytes)
 
     def _read(self, path: Path) -> dict[str, Any]:
         """The metadata of a part, whose tensors are added to those of the other parts."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from megatron_runtime.errors import CheckpointError
 
 if TYPE_CHECKING:  # The preflight reads headers without torch.
     from torch import Tensor
+
+    from megatron_runtime.model.formats.coded_rows import CodedRows
 
 CHUNK_ELEMENTS = 4 * 1024 * 1024
 """Number of elements of a chunk, so that loading needs little memory beyond the weights."""
@@ -43,6 +45,14 @@ class WeightSource(Protocol):
 
         Reads little more than that part; yields the number of elements of each chunk after it is copied.
         """
+
+
+@runtime_checkable
+class CodedSource(WeightSource, Protocol):
+    """A source with quantized matrices, whose codes can be read."""
+
+    def read_coded(self, name: str, rows: range, columns: slice) -> Iterable[CodedRows]:
+        """Consecutive chunks of rows of a tensor of one of the types in `CODINGS`; the columns are whole blocks."""
 
 
 def check_weights(source: WeightSource, expected: Mapping[str, tuple[int, ...]]) -> None:

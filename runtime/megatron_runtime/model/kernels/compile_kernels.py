@@ -12,6 +12,7 @@ import os
 CACHE_VARIABLE = "NUMBA_CACHE_DIR"
 """Folder of numba's compiled kernels. Numba does not use a folder without write access."""
 DTYPES = ("bfloat16", "float32")
+QUANTIZATIONS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 
 
 def main() -> None:
@@ -27,19 +28,23 @@ def main() -> None:
         help="of a model with multi-head latent attention",
     )
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=list(DTYPES), help="of their weights in memory")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, nargs="+", default=[], help="of their GGUF files")
     chosen = parser.parse_args()
     os.environ[CACHE_VARIABLE] = chosen.folder
     # Imported here because numba reads the variable at import.
     import torch
 
     from megatron_runtime.model.cache_layout import CacheLayout
-    from megatron_runtime.model.kernels import cpu_attention, row_kernels
+    from megatron_runtime.model.formats.coded_rows import CODINGS
+    from megatron_runtime.model.kernels import cpu_attention, quantized_products, row_kernels
 
     for name in chosen.dtype:
         dtype = getattr(torch, name)
         row_kernels.prepare(dtype)
         for head_dim in chosen.head_dim:
             cpu_attention.prepare(CacheLayout(1, 1, head_dim, head_dim), dtype)
+        for kind in chosen.quantization:
+            quantized_products.prepare(CODINGS[kind], dtype)
         if chosen.latent_dim is not None:
             rank, rotated = chosen.latent_dim
             cpu_attention.prepare(CacheLayout(1, 1, rank + rotated, rank, values_in_keys=True), dtype)

@@ -6,6 +6,7 @@ A kernel gets a bfloat16 tensor as the uint16 of its bits, and computes in float
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,17 +26,22 @@ KINDS = frozenset({torch.float32, torch.bfloat16})
 # Not "nnan" and "ninf": a NaN in the weights has to appear in the results. Not "arcp": the last digit of an estimated
 # reciprocal depends on the vendor of the processor.
 _FAST = {"reassoc", "contract", "nsz"}
-_OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": _FAST, "error_model": "numpy", "boundscheck": False}
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 
 
-def compile_kernel(function: Callable[..., None], signature: Any, *, parallel: bool = True) -> Kernel:
-    """Compile for this processor. A loop over ``prange`` runs on the threads that PyTorch uses."""
-    parallel = parallel and can_share_threads()
+def compile_kernel(
+    function: Callable[..., None], signature: Any, *, parallel: bool = True, fast: bool = True
+) -> Kernel:
+    """Compile for this processor. A loop over ``prange`` runs on the threads that PyTorch uses.
+
+    With ``fast``, the order of sums is the compiler's choice, which may depend on the processor.
+    """
+    options = _OPTIONS | {"parallel": parallel and can_share_threads(), "fastmath": _FAST if fast else False}
     try:
-        compiled: Kernel = njit(signature, cache=True, parallel=parallel, **_OPTIONS)(function)
+        compiled: Kernel = njit(signature, cache=True, **options)(function)
     except RuntimeError:
         # Numba raises this when no cache folder is writable.
-        compiled = njit(signature, parallel=parallel, **_OPTIONS)(function)
+        compiled = njit(signature, **options)(function)
     return compiled
 
 
@@ -50,8 +56,12 @@ def as_array(tensor: Tensor) -> NDArray[Any]:
 
 
 def even_shares(rows: int) -> NDArray[np.int64]:
-    """Start of each thread's share of ``rows`` equal rows, and the end: int64 [threads + 1]."""
-    threads = kernel_threads()
+    """Start of each thread's share of ``rows`` equal rows, and the end: int64 [threads + 1], not to be changed."""
+    return _even_shares(rows, kernel_threads())
+
+
+@lru_cache(4096)
+def _even_shares(rows: int, threads: int) -> NDArray[np.int64]:
     return np.arange(threads + 1) * rows // threads
 
 

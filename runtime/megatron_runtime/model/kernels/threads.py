@@ -39,7 +39,8 @@ def kernel_threads() -> int:
     """Number of threads of a kernel that is called in this thread: that of an operator, as far as they exist."""
     if not can_share_threads():
         return 1
-    wanted = torch.get_num_threads()
-    if numba.get_num_threads() != wanted:
-        numba.set_num_threads(min(wanted, _settings.NUMBA_NUM_THREADS))
-    return int(numba.get_num_threads())
+    wanted, threads = torch.get_num_threads(), int(numba.get_num_threads())
+    if threads != wanted:
+        threads = min(wanted, _settings.NUMBA_NUM_THREADS)
+        numba.set_num_threads(threads)
+    return threads

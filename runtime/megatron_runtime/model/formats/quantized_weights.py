@@ -1,0 +1,39 @@
+"""The choice whether matrices that a checkpoint stores quantized stay so in memory, without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_runtime.errors import ConfigurationError
+
+QUANTIZED_WEIGHTS = ("expand", "keep")
+"""``expand``: converted to the dtype. ``keep``: as stored, on a CPU, with inputs of products rounded to int8."""
+
+
+@dataclass(frozen=True)
+class KeptWeights:
+    """Weights of the whole model that stay quantized: their number, and their bytes in memory."""
+
+    parameters: int = 0
+    num_bytes: int = 0
+    expert_parameters: int = 0
+    """Those of the experts, included in ``parameters``."""
+    expert_bytes: int = 0
+    has_embedding: bool = False
+    """Whether the embedding is among them."""
+
+
+def keeps_quantized(choice: str, dtype: str, device: str, name: str = "quantized_weights") -> bool:
+    """Whether they stay quantized with a dtype on a type of device.
+
+    Raises ConfigurationError if ``choice``, the value of ``name``, is unknown or can't be combined with the others.
+    """
+    if choice not in QUANTIZED_WEIGHTS:
+        raise ConfigurationError(f"{name} {choice}: use one of {', '.join(QUANTIZED_WEIGHTS)}", field=name)
+    if choice == "keep" and (device != "cpu" or dtype == "float16"):
+        raise ConfigurationError(
+            f"{name} keep: only a CPU computes with quantized weights, in bfloat16 or float32, but the device is "
+            f"{device} and the dtype {dtype}; use expand, or change them",
+            field=name,
+        )
+    return choice == "keep"

@@ -1,0 +1,251 @@
+"""The innermost loop of products with quantized matrices, generated as LLVM instructions on vectors.
+
+Each lane belongs to one row of the matrix. The integers of a block are summed exactly, and the scaled sums of the
+blocks in their order, with the same roundings on every processor. So a result depends neither on the other rows nor on
+the processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from megatron_runtime.model.formats.coded_rows import BLOCK, Coding
+
+LANES = 16
+"""Rows of a matrix in one vector."""
+PARTS = 2
+"""Vectors of a panel."""
+PANEL = LANES * PARTS
+"""Rows of a panel."""
+QUAD = 4
+"""Columns whose codes are in one lane of 32 bits."""
+_QUADS = BLOCK // QUAD
+_HALF_QUADS = _QUADS // 2
+
+_INT, _FLOAT = ir.IntType(32), ir.FloatType()
+_INTS, _FLOATS = ir.VectorType(_INT, LANES), ir.VectorType(_FLOAT, LANES)
+_HALVES, _SHORTS = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(ir.IntType(16), 2 * LANES)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What the layout of a panel depends on: the bits of a code, the columns with a common scale, and mins."""
+
+    bits: int
+    group: int
+    has_mins: bool
+
+    @classmethod
+    def of(cls, coding: Coding) -> Packing:
+        """That of a coding."""
+        return cls(coding.bits, coding.group, coding.has_mins)
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of the codes of a block, in each part of a panel.
+
+        Codes of 8 bits are in the order of the columns, four in each lane. Of shorter codes, the low four bits are in
+        four vectors: those of the first 16 columns in the low halves of the bytes, and those of the others in the high
+        halves. Then follow the other bits: each byte has those of the same column of several quads.
+        """
+        return self.bits
+
+    @property
+    def groups(self) -> int:
+        """Scales of a row in a block."""
+        return BLOCK // self.group
+
+
+def _multiply_by_type(
+    _: Any,
+    bits: Any,
+    group: Any,
+    has_mins: Any,
+    rows: Any,
+    blocks: Any,
+    codes: Any,
+    scales: Any,
+    mins: Any,
+    inputs: Any,
+    input_scales: Any,
+    input_starts: Any,
+    input_sums: Any,
+    outputs: Any,
+) -> Any:
+    """Products of a few rows of inputs with a panel.
+
+    The first four arguments are literals: the fields of the `Packing`, and the number of rows. ``blocks`` is the number
+    of blocks of a row. The others are addresses:
+
+    * of the panel: codes, uint8 [blocks, PARTS, vectors, LANES, QUAD]; scales, float16 [blocks, groups, PANEL]; mins,
+      float16 [blocks, PANEL]
+    * of the inputs: codes, int8 [blocks, rows, BLOCK]; scales, float32 [blocks, rows]; the integers that their sums
+      begin with, int32 [blocks, rows, groups]; the sums by which mins are multiplied, float32 [blocks, rows]
+    * of the products, float32 [rows, PANEL]
+    """
+    packing = Packing(bits.literal_value, group.literal_value, bool(has_mins.literal_value))
+    count = rows.literal_value
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        addresses = dict(zip(_ADDRESSES, arguments[5:], strict=True))
+        dot = _dot_by_instruction if "+avx512vnni" in context.codegen().magic_tuple()[2] else _dot_by_products
+        _Loop(builder, packing, count, arguments[4], addresses, dot).generate()
+        return context.get_dummy_value()
+
+    numbers = (bits, group, has_mins, rows, blocks, codes, scales, mins)
+    return types.void(*numbers, inputs, input_scales, input_starts, input_sums, outputs), generate
+
+
+# Called without the typing context, unlike the signature above.
+multiply_panel: Any = intrinsic(prefer_literal=True)(_multiply_by_type)
+
+_ADDRESSES = ("codes", "scales", "mins", "inputs", "input_scales", "input_starts", "input_sums", "outputs")
+_Dot = Callable[[Any, Any, Any, Any], Any]
+
+
+class _Loop:
+    """Generates the loop over the blocks of a panel."""
+
+    def __init__(
+        self, builder: Any, packing: Packing, rows: int, blocks: Any, addresses: dict[str, Any], dot: _Dot
+    ) -> None:
+        self._builder, self._packing, self._rows, self._blocks = builder, packing, rows, blocks
+        self._addresses, self._dot = addresses, dot
+
+    def generate(self) -> None:
+        builder = self._builder
+        pairs = [(row, part) for row in range(self._rows) for part in range(PARTS)]
+        zeros = ir.Constant(_FLOATS, [0.0] * LANES)
+        totals = {pair: cgutils.alloca_once_value(builder, zeros) for pair in pairs}  # type: ignore[no-untyped-call]
+        with cgutils.for_range(builder, self._blocks) as loop:
+            self._add_block(loop.index, totals)
+        for (row, part), total in totals.items():
+            place = self._place("outputs", self._number((row * PARTS + part) * LANES * 4), _FLOATS)
+            builder.store(builder.load(total), place, align=4)
+
+    def _add_block(self, block: Any, totals: dict[tuple[int, int], Any]) -> None:
+        builder, packing = self._builder, self._packing
+        if packing.has_mins:
+            mins = [self._halves("mins", self._sum(self._times(block, PARTS), part)) for part in range(PARTS)]
+            for row in range(self._rows):
+                factor = self._spread(self._load("input_sums", self._item(row, block, 1, 0), _FLOAT))
+                for part in range(PARTS):
+                    total = totals[row, part]
+                    builder.store(self._fused(mins[part], factor, builder.load(total)), total)
+        quads, per_group = [self._quads(block, part) for part in range(PARTS)], _QUADS // packing.groups
+        for group in range(packing.groups):
+            first = self._sum(self._times(block, packing.groups * PARTS), group * PARTS)
+            scales = [self._halves("scales", self._sum(first, part)) for part in range(PARTS)]
+            starts = [
+                self._spread(self._load("input_starts", self._item(row, block, packing.groups, group), _INT))
+                for row in range(self._rows)
+            ]
+            sums = {(row, part): starts[row] for row, part in totals}
+            for quad in range(group * per_group, (group + 1) * per_group):
+                codes = [quads[part](quad) for part in range(PARTS)]
+                for row in range(self._rows):
+                    place = self._item(row, block, _QUADS, quad)
+                    spread = self._spread(self._load("inputs", place, _INT))
+                    for part in range(PARTS):
+                        sums[row, part] = self._dot(builder, sums[row, part], codes[part], spread)
+            for row in range(self._rows):
+                factor = self._spread(self._load("input_scales", self._item(row, block, 1, 0), _FLOAT))
+                for part in range(PARTS):
+                    total = totals[row, part]
+                    value = builder.sitofp(sums[row, part], _FLOATS)
+                    scaled = builder.fmul(scales[part], factor)
+                    builder.store(self._fused(value, scaled, builder.load(total)), total)
+
+    def _quads(self, block: Any, part: int) -> Callable[[int], Any]:
+        """``quads(n)``: the codes of the columns 4 n to 4 n + 3 of a block as unsigned bytes, a row in each lane."""
+        builder, packing = self._builder, self._packing
+        first = self._sum(self._times(block, PARTS * packing.vectors), part * packing.vectors)
+
+        def vector(index: int) -> Any:
+            return self._load("codes", self._times(self._sum(first, index), LANES * QUAD), _INTS)
+
+        def bits(value: Any, shift: int, count: int) -> Any:
+            """``count`` bits of each byte."""
+            return builder.and_(builder.lshr(value, _all(shift)), _all(((1 << count) - 1) * 0x01010101))
+
+        def quad(index: int) -> Any:
+            if packing.bits == 8:
+                return vector(index)
+            low = bits(vector(index % _HALF_QUADS), 4 * (index // _HALF_QUADS), 4)
+            if packing.bits == 4:
+                return low
+            count = packing.bits - 4
+            place = index * count
+            high = bits(vector(_HALF_QUADS + place // 8), place % 8, count)
+            return builder.or_(low, builder.shl(high, _all(4)))
+
+        return quad
+
+    def _item(self, row: int, block: Any, per_block: int, index: int) -> Any:
+        """Offset in bytes of a number of 32 bits, of which each block of a row has ``per_block``."""
+        return self._times(self._sum(self._times(block, per_block * self._rows), row * per_block + index), 4)
+
+    def _halves(self, name: str, index: Any) -> Any:
+        """Sixteen numbers of float16 as float32."""
+        return self._builder.fpext(self._load(name, self._times(index, LANES * 2), _HALVES), _FLOATS)
+
+    def _load(self, name: str, offset: Any, kind: Any) -> Any:
+        return self._builder.load(self._place(name, offset, kind), align=1)
+
+    def _place(self, name: str, offset: Any, kind: Any) -> Any:
+        return self._builder.inttoptr(self._builder.add(self._addresses[name], offset), kind.as_pointer())
+
+    def _spread(self, value: Any) -> Any:
+        """A vector whose lanes all have a value."""
+        vector = ir.VectorType(value.type, LANES)
+        first = self._builder.insert_element(ir.Constant(vector, ir.Undefined), value, _INT(0))
+        return self._builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), _all(0))
+
+    def _fused(self, factor: Any, other: Any, added: Any) -> Any:
+        """One instruction where the processor has it, and one rounding everywhere."""
+        kind = ir.FunctionType(_FLOATS, [_FLOATS, _FLOATS, _FLOATS])
+        function = self._builder.module.declare_intrinsic("llvm.fma.v16f32", fnty=kind)
+        return self._builder.call(function, [factor, other, added])
+
+    def _number(self, value: int) -> Any:
+        return ir.Constant(self._blocks.type, value)
+
+    def _times(self, value: Any, factor: int) -> Any:
+        return self._builder.mul(value, self._number(factor))
+
+    def _sum(self, value: Any, other: int) -> Any:
+        return self._builder.add(value, self._number(other))
+
+
+def _all(value: int) -> Any:
+    return ir.Constant(_INTS, [value] * LANES)
+
+
+def _dot_by_instruction(builder: Any, sums: Any, codes: Any, inputs: Any) -> Any:
+    """VPDPBUSD: to each lane, add the products of its four unsigned bytes with four signed ones."""
+    function = builder.module.declare_intrinsic(
+        "llvm.x86.avx512.vpdpbusd.512", fnty=ir.FunctionType(_INTS, [_INTS, _INTS, _INTS])
+    )
+    return builder.call(function, [sums, codes, inputs])
+
+
+def _dot_by_products(builder: Any, sums: Any, codes: Any, inputs: Any) -> Any:
+    """The same for any processor. A product of an unsigned byte and one from -128 to 127 fits in 16 bits."""
+    eight, sixteen = ir.Constant(_SHORTS, [8] * 2 * LANES), _all(16)
+    unsigned, signed = builder.bitcast(codes, _SHORTS), builder.bitcast(inputs, _SHORTS)
+    even = builder.mul(
+        builder.lshr(builder.shl(unsigned, eight), eight), builder.ashr(builder.shl(signed, eight), eight)
+    )
+    odd = builder.mul(builder.lshr(unsigned, eight), builder.ashr(signed, eight))
+    for products in (even, odd):
+        pairs = builder.bitcast(products, _INTS)
+        sums = builder.add(sums, builder.ashr(builder.shl(pairs, sixteen), sixteen))
+        sums = builder.add(sums, builder.ashr(pairs, sixteen))
+    return sums

@@ -1,0 +1,1 @@
+"""Matrices that stay quantized in memory, on a CPU."""

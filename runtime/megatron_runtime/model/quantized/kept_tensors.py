@@ -1,0 +1,69 @@
+"""The tensors of a checkpoint that stay quantized on a rank, without torch, for the plan of its memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron_runtime.model.formats.coded_rows import BLOCK, CODINGS
+from megatron_runtime.model.formats.quantized_weights import KeptWeights
+from megatron_runtime.model.formats.tensor_names import TensorNames, tensor_names
+from megatron_runtime.model.formats.weight_source import StoredTensor, WeightSource
+from megatron_runtime.model.shard import Shard
+
+
+def kept_weights(shard: Shard, source: WeightSource) -> KeptWeights:
+    """The sums for a model in which all ranks divide matrices like ``shard``."""
+    names = tensor_names(shard.config.architecture)
+    kept = {name: tensor for name, tensor in source.tensors.items() if _is_kept(name, shard, source, names)}
+    experts = {name: tensor for name, tensor in kept.items() if _is_expert(name, names)}
+    return KeptWeights(
+        sum(math.prod(tensor.shape) for tensor in kept.values()),
+        sum(map(_num_bytes, kept.values())),
+        sum(math.prod(tensor.shape) for tensor in experts.values()),
+        sum(map(_num_bytes, experts.values())),
+        f"{names.embedding}.weight" in kept,
+    )
+
+
+def _is_kept(name: str, shard: Shard, source: WeightSource, names: TensorNames) -> bool:
+    """Whether all rows of the tensor's matrix are quantized, and ranks divide its columns between blocks."""
+    if names.transposed or len(source.tensors[name].shape) != 2:
+        return False
+    stem = name.removesuffix(".weight")
+    part = _columns(stem, shard, names)
+    is_whole = part is None or (part.start % BLOCK == 0 and len(part) % BLOCK == 0)
+    return is_whole and all(source.tensors[f"{each}.weight"].kind in CODINGS for each in _fused(stem, names))
+
+
+def _fused(stem: str, names: TensorNames) -> Iterator[str]:
+    """The tensors that are rows of the same matrix, or ``stem`` alone."""
+    together = (names.qkv, names.gate_up, names.expert_gate_up, names.shared_gate_up)
+    for fused in together:
+        for own in fused:
+            if stem.endswith(f".{own}"):
+                yield from (stem.removesuffix(own) + other for other in fused)
+                return
+    yield stem
+
+
+def _columns(stem: str, shard: Shard, names: TensorNames) -> range | None:
+    """The columns on the rank of a matrix whose columns ranks divide."""
+    experts = shard.config.experts
+    if stem.endswith(names.attention_output):
+        size, heads = shard.config.head_dim, shard.query_heads
+        return range(heads.start * size, heads.stop * size)
+    if experts is not None and stem.endswith(names.shared_down):
+        return shard.shared_expert_channels(experts)
+    if experts is not None and _is_expert(stem, names) and stem.endswith(names.expert_down):
+        return shard.expert_channels(experts)
+    return shard.channels if stem.endswith(names.down) else None
+
+
+def _is_expert(name: str, names: TensorNames) -> bool:
+    shared = (*names.shared_gate_up, names.shared_down)
+    return names.expert.partition("{}")[0] in name or any(each in name for each in shared)
+
+
+def _num_bytes(tensor: StoredTensor) -> int:
+    return CODINGS[tensor.kind].num_bytes(math.prod(tensor.shape))

@@ -1,0 +1,111 @@
+"""A quantized matrix in the layout of the kernels."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_runtime.model.formats.coded_rows import BLOCK, CodedRows, Coding
+from megatron_runtime.model.host_memory import zeros
+from megatron_runtime.model.kernels.coded_inputs import CodedInputs
+from megatron_runtime.model.kernels.panel_products import LANES, PANEL, PARTS, QUAD, Packing
+from megatron_runtime.model.kernels.quantized_products import multiply
+
+
+class QuantizedMatrix:
+    """Codes, scales and mins of a matrix [rows, columns], whose columns are whole blocks; zero until it is filled."""
+
+    def __init__(self, rows: int, columns: int, coding: Coding) -> None:
+        self.rows, self.columns, self.coding = rows, columns, coding
+        packing = Packing.of(coding)
+        panels, blocks = -(-rows // PANEL), columns // BLOCK
+        self._codes = zeros((panels, blocks, PARTS, packing.vectors, LANES, QUAD), torch.uint8)
+        self._scales = zeros((panels, blocks, packing.groups, PANEL), torch.float16)
+        self._mins = zeros((panels, blocks, PANEL) if coding.has_mins else (0,), torch.float16)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in memory."""
+        return self._codes.nbytes + self._scales.nbytes + self._mins.nbytes
+
+    @property
+    def num_scales(self) -> int:
+        """Number of scales and mins."""
+        return self._scales.numel() + self._mins.numel()
+
+    def fill(self, start: int, given: CodedRows) -> None:
+        """Store consecutive rows from the row ``start`` on."""
+        rows = np.arange(start, start + len(given.codes))
+        panels, lanes = rows // PANEL, rows % PANEL
+        # A quad is copied as one number.
+        codes = self._codes.numpy().view(np.uint32)[..., 0]
+        codes[panels, :, lanes // LANES, :, lanes % LANES] = _pack(given.codes, self.coding.bits)
+        groups = BLOCK // self.coding.group
+        self._scales.numpy()[panels, :, :, lanes] = given.scales.reshape(len(rows), -1, groups)
+        if given.mins is not None:
+            self._mins.numpy()[panels, :, lanes] = given.mins
+
+    def rows_of(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
+        """Some rows as ``dtype``, [len(indices), columns]."""
+        panels, lanes = indices // PANEL, indices % PANEL
+        groups = (len(indices), self.columns // self.coding.group)
+        packed = self._codes[panels, :, lanes // LANES, :, lanes % LANES]
+        codes = _unpack(packed, self.coding.bits).view(*groups, self.coding.group)
+        scales = self._scales[panels, :, :, lanes].float().view(*groups, 1)
+        values = (codes.float() - self.coding.offset) * scales
+        if self.coding.has_mins:
+            values += self._mins[panels, :, lanes].float()[..., None]
+        return values.flatten(1).to(dtype)
+
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        """A copy of all rows as ``dtype``, [rows, columns]."""
+        return self.rows_of(torch.arange(self.rows), dtype)
+
+    def count_not_finite(self) -> int:
+        """The number of scales and mins that are NaN or infinite."""
+        return sum(int((~part.isfinite()).sum()) for part in (self._scales, self._mins))
+
+    def multiply(self, inputs: CodedInputs, bias: Tensor | None, outputs: Tensor, column: int = 0) -> None:
+        """``inputs W^T + bias`` in ``outputs`` from a column on, as in `quantized_products.multiply`."""
+        multiply(inputs, self.coding, self._arrays, bias, outputs, range(column, column + self.rows))
+
+    @cached_property
+    def _arrays(self) -> tuple[NDArray[np.uint8], NDArray[np.uint16], NDArray[np.uint16]]:
+        scales, mins = (part.view(torch.uint16).numpy().reshape(-1) for part in (self._scales, self._mins))
+        return self._codes.numpy().reshape(-1), scales, mins
+
+
+def _pack(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
+    """The quads of the vectors that `Packing.vectors` describes: [rows, columns] to [rows, blocks, vectors]."""
+    quads = np.ascontiguousarray(codes).view(np.uint32).reshape(len(codes), -1, BLOCK // QUAD)
+    if bits == 8:
+        return quads
+    low = quads & 0x0F0F0F0F
+    vectors = [low[..., :4] | low[..., 4:] << 4]
+    if count := bits - 4:
+        high = (quads >> 4).reshape(*quads.shape[:2], -1, 8 // count)
+        shifts = np.arange(0, 8, count, dtype=np.uint32)
+        vectors.append(np.bitwise_or.reduce((high & ((1 << count) - 1) * 0x01010101) << shifts, axis=-1))
+    return np.concatenate(vectors, axis=-1)
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """The inverse of `_pack` for bytes: [rows, blocks, vectors, QUAD] to [rows, columns]."""
+    if bits == 8:
+        return packed.flatten(1)
+    codes = torch.cat((packed[:, :, :4] & 0x0F, packed[:, :, :4] >> 4), dim=2)
+    if count := bits - 4:
+        shifts = torch.arange(0, 8, count, dtype=torch.uint8)[:, None]
+        high = (packed[:, :, 4:, None] >> shifts) & ((1 << count) - 1)
+        codes |= high.flatten(2, 3) << 4
+    return codes.flatten(1)
+
+
+def num_panel_bytes(rows: int, columns: int, coding: Coding) -> int:
+    """Bytes of a matrix in memory."""
+    return coding.num_bytes(math.ceil(rows / PANEL) * PANEL * columns)
