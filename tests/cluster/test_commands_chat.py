@@ -62,12 +62,24 @@ async def test_a_conversation_continues_until_it_is_reset(served: str, command_l
 
 @pytest.mark.usefixtures("controllers")
 async def test_text_is_printed_before_the_answer_has_ended(served: str, command_line: CommandLine) -> None:
-    async with ChatEndpoint(served) as endpoint:
-        endpoint.may_end.clear()
-        async with command_line.output("chat", "chat", "a b c") as read:
-            assert await read(len("You said: ab")) == "You said: ab"
-            endpoint.may_end.set()
-            assert await read(2) == "c\n"
+    async def see_the_parts() -> None:
+        async with ChatEndpoint(served) as endpoint:
+            endpoint.may_end.clear()
+            async with command_line.output("chat", "chat", "a b c") as read:
+                assert await read(len("You said: ab")) == "You said: ab"
+                endpoint.may_end.set()
+                assert await read(2) == "c\n"
+
+    # The proxy of API servers of 1.20 sometimes closes both connections in the middle of an answer.
+    for _ in range(3):
+        try:
+            await see_the_parts()
+        except AssertionError as error:
+            if "the answer ended early; ask again" not in str(error):
+                raise
+        else:
+            return
+    await see_the_parts()
 
 
 @pytest.mark.usefixtures("controllers")

@@ -17,7 +17,7 @@ from megatron_operator.api.v1alpha1 import ConditionType, Phase
 from megatron_operator.commands.console import program
 from megatron_operator.commands.errors import CommandFailed, existing
 from megatron_operator.kubernetes.api_server import Json, ServerError
-from megatron_operator.kubernetes.user_cluster import EndpointError, UserCluster, core_path
+from megatron_operator.kubernetes.user_cluster import BrokenAnswer, EndpointError, UserCluster, core_path
 from megatron_operator.status import old_status
 
 API_KEY_HEADER = "X-Api-Key"
@@ -84,9 +84,11 @@ class Chat:
         self._messages.append({"role": "user", "content": question})
         said = ""
         try:
-            async for words in self._stream():
+            async for words in self._stream_again():
                 said += words
                 print(words, end="", flush=True)
+        except BrokenAnswer as error:
+            raise CommandFailed(f"{self.name}: the answer ended early; ask again") from error
         except EndpointError as error:
             raise CommandFailed(self._complaint(error)) from error
         except ServerError as error:
@@ -96,6 +98,20 @@ class Chat:
             raise
         print(flush=True)
         self._messages.append({"role": "assistant", "content": said})
+
+    async def _stream_again(self) -> AsyncIterator[str]:
+        """The answer; one that breaks before its first text is requested once more."""
+        has_begun = False
+        try:
+            async for words in self._stream():
+                has_begun = has_begun or bool(words)
+                yield words
+            return
+        except BrokenAnswer:
+            if has_begun:
+                raise
+        async for words in self._stream():
+            yield words
 
     async def _stream(self) -> AsyncIterator[str]:
         """The answer, as it is streamed."""

@@ -33,6 +33,10 @@ NAMESPACE_OF_THIS_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount/name
 STREAM_TIMEOUT = aiohttp.ClientTimeout(total=None, connect=5.0)
 
 
+class BrokenAnswer(ServerError):
+    """The connection ended in the middle of an answer."""
+
+
 class EndpointError(AdapterError):
     """An error of the OpenAI endpoint behind the API server's proxy."""
 
@@ -117,7 +121,7 @@ class UserCluster(ApiServer):
         body: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A streamed answer, without a time limit. Raises EndpointError too."""
+        """A streamed answer, without a time limit. Raises EndpointError and BrokenAnswer too."""
         sent = {"Accept": "*/*", "Content-Type": "application/json", **(headers or {})}
         try:
             answer = (await self._call(method, path, query, sent, body, STREAM_TIMEOUT)).response
@@ -130,7 +134,7 @@ class UserCluster(ApiServer):
                 raise _refusal(f"{method} {path}", answer.status, await answer.text())
             yield answer
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerError(f"{method} {path}: the answer ended early: {error}") from error
+            raise BrokenAnswer(f"{method} {path}: the answer ended early: {error}") from error
         finally:
             answer.close()
 

@@ -22,7 +22,7 @@ from dataclasses import asdict
 from megatron_runtime.launch.inspection import InspectionOptions, _inspect
 from megatron_runtime.launch.options import EngineOptions
 
-facts = _inspect(InspectionOptions(sys.argv[1], None, None, EngineOptions()))
+facts = _inspect(InspectionOptions(sys.argv[1], None, None, None, EngineOptions()))
 print(json.dumps({"facts": asdict(facts), "has_torch": "torch" in sys.modules}))
 """
 

@@ -61,7 +61,7 @@ def test_a_rank_holds_what_the_preflight_expects(sizes: ParallelSizes, tmp_path:
     engine = EngineOptions(
         dtype="float32", tensor_parallel=sizes.tensor, expert_parallel=sizes.expert, kv_cache_bytes=2**30
     )
-    found = _inspect(InspectionOptions(str(tmp_path), None, None, engine))
+    found = _inspect(InspectionOptions(str(tmp_path), None, None, None, engine))
     assert isinstance(found, CheckpointFacts)
     assert engine.ranks_per_replica_group == sizes.ranks_per_replica_group
     plan = plan_engine(LaunchOptions(model=ModelSource(path=tmp_path), engine=engine), found, PLENTY)

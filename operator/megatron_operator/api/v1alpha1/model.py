@@ -36,7 +36,7 @@ class HuggingFaceSource(Part):
 
     repo: Annotated[str, Field(max_length=256, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?$")]
     """Repository, like HuggingFaceTB/SmolLM2-135M-Instruct."""
-    file: Annotated[str, Field(max_length=512, pattern=r"^[^/].*\.gguf$")] | None = None
+    file: Annotated[str, Field(max_length=512, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./+-]*\.gguf$")] | None = None
     """A GGUF file of the repository; by default the whole repository, in the format of transformers."""
     revision: Text = "main"
     """Branch, tag or commit."""
