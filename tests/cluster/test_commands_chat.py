@@ -100,6 +100,19 @@ async def test_an_error_of_the_endpoint_is_printed(served: str, command_line: Co
     assert (done.code, done.error_line) == (1, "error: chat rejects the request (400): messages: nothing is asked")
 
 
+@pytest.mark.usefixtures("controllers")
+async def test_an_answer_that_breaks_before_its_text_is_requested_once_more(
+    served: str, command_line: CommandLine
+) -> None:
+    async with ChatEndpoint(served) as endpoint:
+        endpoint.breaks = 1
+        assert await command_line.ok("chat", "chat", "hi") == "You said: hi\n"
+        assert len(endpoint.bodies) == 2
+        endpoint.breaks = 2
+        done = await command_line.run("chat", "chat", "hi")
+    assert (done.code, done.error_line) == (1, "error: chat: the answer ended early; ask again")
+
+
 @pytest.mark.usefixtures("stage")
 async def test_chat_with_a_starting_resource_reports_what_it_waits_for(
     chat: Resource, command_line: CommandLine

@@ -6,6 +6,9 @@ from typing import Any, Self
 
 from aiohttp import web
 
+FLUSH_SECONDS = 0.2
+"""Time after which an API server's proxy passes on what it has."""
+
 
 class ChatEndpoint:
     """An asynchronous context manager; listens on ``address``, port 8000."""
@@ -15,6 +18,8 @@ class ChatEndpoint:
         self._key = key
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
+        self.breaks = 0
+        """The next answers whose connection ends before their first word."""
         self.may_end = asyncio.Event()
         """The endpoint waits for it before the last word of an answer."""
         self.may_end.set()
@@ -40,6 +45,13 @@ class ChatEndpoint:
             return web.json_response({"error": {"message": "messages: nothing is asked"}}, status=400)
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
+        if self.breaks:
+            self.breaks -= 1
+            await answer.write(b": nothing yet\n\n")
+            await asyncio.sleep(2 * FLUSH_SECONDS)
+            assert request.transport is not None
+            request.transport.close()
+            return answer
         words = ["You said: ", *body["messages"][-1]["content"].split(" ")]
         for place, word in enumerate(words):
             if place == len(words) - 1:
