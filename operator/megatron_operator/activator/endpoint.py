@@ -46,8 +46,7 @@ class ModelEndpoint:
             )
             raise Refusal(words, http.HTTPStatus.NOT_FOUND, code="not_found")
         await held.read()
-        envelope = held.envelope()
-        if envelope is None:
+        if (envelope := held.envelope) is None:
             raise Refusal("the body is not a JSON object", http.HTTPStatus.BAD_REQUEST, code="invalid_json")
         if not isinstance(envelope.model, str):
             raise model_missing(await self._catalog.models(self._namespace))

@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import aiohttp
@@ -78,8 +79,9 @@ class HeldRequest:
         assert self.key is not None
         return self.key
 
+    @cached_property
     def envelope(self) -> Envelope | None:
-        """The fields of the body; None for a body that is not a JSON object."""
+        """The fields of the body, once it is read; None for a body that is not a JSON object."""
         try:
             return Envelope.model_validate_json(self.body.content)
         except ValidationError:
@@ -88,8 +90,7 @@ class HeldRequest:
     @property
     def wants_events(self) -> bool:
         """Whether the answer is to be an event stream."""
-        envelope = self.envelope()
-        return envelope is not None and envelope.stream is True
+        return self.envelope is not None and self.envelope.stream is True
 
     async def read(self) -> None:
         """Read the body. Raises Refusal before it holds too much."""
