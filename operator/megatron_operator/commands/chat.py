@@ -82,13 +82,10 @@ class Chat:
 
     async def _answer(self, question: str) -> None:
         self._messages.append({"role": "user", "content": question})
-        said = ""
         try:
-            async for words in self._stream_again():
-                said += words
-                print(words, end="", flush=True)
+            said = await self._print_answer()
         except BrokenAnswer as error:
-            raise CommandFailed(f"{self.name}: the answer ended early; ask again") from error
+            raise self._ended_early() from error
         except EndpointError as error:
             raise CommandFailed(self._complaint(error)) from error
         except ServerError as error:
@@ -99,19 +96,18 @@ class Chat:
         print(flush=True)
         self._messages.append({"role": "assistant", "content": said})
 
-    async def _stream_again(self) -> AsyncIterator[str]:
-        """The answer; one that breaks before its first text is requested once more."""
-        has_begun = False
+    async def _print_answer(self, tries: int = 2) -> str:
+        """Print the answer as it is streamed, and return it; one that breaks before its first text is requested again."""
+        said = ""
         try:
             async for words in self._stream():
-                has_begun = has_begun or bool(words)
-                yield words
-            return
+                said += words
+                print(words, end="", flush=True)
         except BrokenAnswer:
-            if has_begun:
+            if said or tries == 1:
                 raise
-        async for words in self._stream():
-            yield words
+            return await self._print_answer(tries - 1)
+        return said
 
     async def _stream(self) -> AsyncIterator[str]:
         """The answer, as it is streamed."""
@@ -126,7 +122,10 @@ class Chat:
                     return
                 if data and line.startswith(DATA):
                     yield _words_of(json.loads(data))
-        raise CommandFailed(f"{self.name}: the answer ended early; ask again")
+        raise self._ended_early()
+
+    def _ended_early(self) -> CommandFailed:
+        return CommandFailed(f"{self.name}: the answer ended early; ask again")
 
     def _complaint(self, error: EndpointError) -> str:
         if error.status == 401:
