@@ -73,7 +73,6 @@ class DynamicInferenceEngine(RunningEngine):
             prefix_caching=self.config.enable_prefix_caching,
         )
         self._memory = EngineMemory(controller, context)
-        self.capture_stats = self._memory.capture_stats
         self._passes = PassRunner(controller, context, self.scheduler, self._requests, self._memory.graphs)
         self._log = StepLog(self.config.logging_step_interval, self.config.metrics_writer)
         self._ids = itertools.count()
@@ -91,6 +90,12 @@ class DynamicInferenceEngine(RunningEngine):
             model.config, config or InferenceConfig(), dtype=model.dtype, device=model.device, shard=model.shard
         )
         return cls(TextGenerationController(model, tokenizer), context)
+
+    @property
+    def capture_stats(self) -> dict[str, float] | None:
+        """Seconds and bytes of the last capture of CUDA graphs: ``time``, ``allocated_bytes`` and ``reserved_bytes``;
+        None without CUDA graphs."""
+        return self._memory.capture_stats
 
     def add_request(
         self,
@@ -222,7 +227,6 @@ class DynamicInferenceEngine(RunningEngine):
         if not self.is_suspended:
             return
         self._memory.restore()
-        self.capture_stats = self._memory.capture_stats
         self.is_suspended = False
         self._note_change()
 
@@ -274,7 +278,6 @@ class DynamicInferenceEngine(RunningEngine):
             require_idle(self.state)
         self._passes.settle_all()
         self._memory.update_weights(weights)
-        self.capture_stats = self._memory.capture_stats
         self.invalidate_prefix_cache()
         self.increment_staleness()
         self._requests.weight_version = self.weight_version + 1 if version is None else version

@@ -33,7 +33,7 @@ class EngineMemory:
         self.graphs = make_decode_graphs(controller.model, context)
         """None: every pass runs eagerly."""
         self.capture_stats: dict[str, float] | None = None
-        """As in RunningEngine."""
+        """Of the last capture, as from `DecodeGraphs.capture`."""
         self._capture()
 
     def release(self) -> None:

@@ -38,9 +38,6 @@ class RunningEngine(ABC):
         """The loop that runs this engine for a coordinator, once it is attached."""
         self.engine_loop_task: asyncio.Task[None] | None = None
         """Runs ``attached_loop``, and ends when a client stops the engines; None without a coordinator."""
-        self.capture_stats: dict[str, float] | None = None
-        """Seconds and bytes of the last capture of CUDA graphs: ``time``, ``allocated_bytes`` and ``reserved_bytes``;
-        None without CUDA graphs."""
         self._state_events = {state: StateEvent(self, state) for state in EngineState if state in EVENTS}
         self._waiting: set[asyncio.Event] = set()
         self._profiler = StepProfiler()
