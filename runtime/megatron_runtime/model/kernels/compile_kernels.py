@@ -12,11 +12,13 @@ import os
 CACHE_VARIABLE = "NUMBA_CACHE_DIR"
 """Folder of numba's compiled kernels. Numba does not use a folder without write access."""
 DTYPES = ("bfloat16", "float32")
-QUANTIZATIONS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 
 
 def main() -> None:
     """Compile the kernels for models with these head dimensions and dtypes."""
+    # Imported here, because processes that only need the name of the variable start faster without it.
+    from megatron_runtime.model.formats.coded_rows import CODINGS
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="output folder; created if it does not exist")
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], help="of the models to be served")
@@ -28,14 +30,13 @@ def main() -> None:
         help="of a model with multi-head latent attention",
     )
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=list(DTYPES), help="of their weights in memory")
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, nargs="+", default=[], help="of their GGUF files")
+    parser.add_argument("--quantization", choices=CODINGS, nargs="+", default=[], help="of their GGUF files")
     chosen = parser.parse_args()
     os.environ[CACHE_VARIABLE] = chosen.folder
     # Imported here because numba reads the variable at import.
     import torch
 
     from megatron_runtime.model.cache_layout import CacheLayout
-    from megatron_runtime.model.formats.coded_rows import CODINGS
     from megatron_runtime.model.kernels import cpu_attention, quantized_products, row_kernels
 
     for name in chosen.dtype:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cached_property
 
 import numpy as np
@@ -104,8 +103,3 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
         high = (packed[:, :, 4:, None] >> shifts) & ((1 << count) - 1)
         codes |= high.flatten(2, 3) << 4
     return codes.flatten(1)
-
-
-def num_panel_bytes(rows: int, columns: int, coding: Coding) -> int:
-    """Bytes of a matrix in memory."""
-    return coding.num_bytes(math.ceil(rows / PANEL) * PANEL * columns)
