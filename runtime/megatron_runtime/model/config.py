@@ -321,6 +321,11 @@ def alternating_windows(window: int, pattern: int, layers: int) -> tuple[int | N
     return tuple(window if (layer + 1) % pattern else None for layer in range(layers))
 
 
+def layers_without_window(windows: Iterable[int | None]) -> frozenset[int]:
+    """The numbers of the layers without one."""
+    return frozenset(layer for layer, window in enumerate(windows) if window is None)
+
+
 def check_num_layers(source: str, count: int) -> int:
     """``count`` if a model can have this number of layers; else raises CheckpointError, before any allocation."""
     if not 1 <= count <= _MOST_LAYERS:

@@ -13,6 +13,7 @@ from megatron_runtime.model.config import (
     RopeScaling,
     RoutingConfig,
     alternating_windows,
+    layers_without_window,
 )
 from megatron_runtime.model.formats.gguf_metadata import GgufMetadata
 
@@ -115,7 +116,7 @@ def _cohere2(config: ModelConfig, values: GgufMetadata) -> ModelConfig:
     return replace(
         _command_r(config, values),
         layer_windows=windows,
-        unrotated_layers=frozenset(layer for layer, window in enumerate(windows) if window is None),
+        unrotated_layers=layers_without_window(windows),
     )
 
 
@@ -184,7 +185,7 @@ def _llama4(config: ModelConfig, values: GgufMetadata) -> ModelConfig:
     return replace(
         config,
         rope_interleave=True,
-        unrotated_layers=frozenset(layer for layer, window in enumerate(windows) if window is None),
+        unrotated_layers=layers_without_window(windows),
         chunked_windows=True,
         layer_windows=windows if chunk > 0 else (),
         query_key_norm="none" if experts is not None and experts.count == 128 else "unweighted",

@@ -57,16 +57,21 @@ class TensorNames:
     """Prefixes of tensors of other parts of the model than its decoder."""
 
 
+def _multimodal(text: TensorNames, vision: str) -> TensorNames:
+    """The text model in a checkpoint with a vision model, whose tensors begin with ``vision``."""
+    prefix = "language_model."
+    return replace(
+        text,
+        embedding=prefix + text.embedding,
+        final_norm=prefix + text.final_norm,
+        head=prefix + text.head,
+        layer=prefix + text.layer,
+        ignored_prefixes=(vision, "multi_modal_projector."),
+    )
+
+
 _LLAMA = TensorNames()
 _GEMMA = replace(_LLAMA, feed_forward_norm="pre_feedforward_layernorm")
-_MISTRAL_3 = replace(
-    _LLAMA,
-    embedding="language_model.model.embed_tokens",
-    final_norm="language_model.model.norm",
-    head="language_model.lm_head",
-    layer="language_model.model.layers.{}.",
-    ignored_prefixes=("vision_tower.", "multi_modal_projector."),
-)
 _MIXTRAL = replace(
     _LLAMA,
     router="block_sparse_moe.gate",
@@ -86,7 +91,7 @@ _LLAMA_4 = replace(
     shared_down="feed_forward.shared_expert.down_proj",
 )
 _OTHERS = {
-    "mistral3": _MISTRAL_3,
+    "mistral3": _multimodal(_LLAMA, "vision_tower."),
     "starcoder2": replace(_LLAMA, gate_up=("mlp.c_fc",), down="mlp.c_proj"),
     "glm4": replace(
         _LLAMA,
@@ -96,25 +101,11 @@ _OTHERS = {
     ),
     "minimax_m2": _MIXTRAL,
     "llama4_text": _LLAMA_4,
-    "llama4": replace(
-        _LLAMA_4,
-        embedding="language_model.model.embed_tokens",
-        final_norm="language_model.model.norm",
-        head="language_model.lm_head",
-        layer="language_model.model.layers.{}.",
-        ignored_prefixes=("vision_model.", "multi_modal_projector."),
-    ),
+    "llama4": _multimodal(_LLAMA_4, "vision_model."),
     "gpt_oss": replace(_LLAMA, router="mlp.router", stacked_experts="interleaved"),
     "phi3": replace(_LLAMA, qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
     "gemma2": _GEMMA,
-    "gemma3": replace(
-        _GEMMA,
-        embedding="language_model.model.embed_tokens",
-        final_norm="language_model.model.norm",
-        head="language_model.lm_head",
-        layer="language_model.model.layers.{}.",
-        ignored_prefixes=("vision_tower.", "multi_modal_projector."),
-    ),
+    "gemma3": _multimodal(_GEMMA, "vision_tower."),
     "gemma3_text": _GEMMA,
     "qwen2_moe": replace(
         _LLAMA,

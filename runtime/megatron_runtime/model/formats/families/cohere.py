@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_runtime.model.config import ModelConfig, alternating_windows
+from megatron_runtime.model.config import ModelConfig, layers_without_window
 from megatron_runtime.model.formats.config_fields import ConfigFields
-from megatron_runtime.model.formats.families.llama import listed_windows, llama
+from megatron_runtime.model.formats.families.llama import llama, windows_by_pattern
 
 
 def cohere(fields: ConfigFields, *, rope_theta: float = 5e5) -> ModelConfig:
@@ -30,10 +30,6 @@ def cohere2(fields: ConfigFields) -> ModelConfig:
     """The same with a window in three layers of four, and without rotation in the others."""
     config = cohere(fields.but(use_qk_norm=None), rope_theta=1e4)
     window = fields.get("sliding_window", 4096, int)
-    pattern = max(fields.get("sliding_window_pattern", fields.get("_sliding_window_pattern", 4, int), int), 1)
-    windows = listed_windows(fields, window) or alternating_windows(window, pattern, config.num_layers)
-    return replace(
-        config,
-        layer_windows=windows,
-        unrotated_layers=frozenset(layer for layer, limit in enumerate(windows) if limit is None),
-    )
+    pattern = fields.get("sliding_window_pattern", fields.get("_sliding_window_pattern", 4, int), int)
+    windows = windows_by_pattern(fields, window, pattern, config.num_layers)
+    return replace(config, layer_windows=windows, unrotated_layers=layers_without_window(windows))

@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from megatron_runtime.model.config import ModelConfig, alternating_windows
+from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.formats.config_fields import ConfigFields
-from megatron_runtime.model.formats.families.llama import activation, listed_windows, llama
+from megatron_runtime.model.formats.families.llama import activation, llama, windows_by_pattern
 from megatron_runtime.model.formats.rope_fields import rope_scaling
 
 
@@ -72,7 +72,7 @@ def _windows_and_caps(config: ModelConfig, fields: ConfigFields, pattern: int) -
     return replace(
         config,
         norm_placement="around",
-        layer_windows=listed_windows(fields, window) or alternating_windows(window, max(pattern, 1), config.num_layers),
+        layer_windows=windows_by_pattern(fields, window, pattern, config.num_layers),
         attention_scale=fields.positive("query_pre_attn_scalar", 256.0) ** -0.5,
         attention_soft_cap=fields.positive("attn_logit_softcapping", None),
         logit_soft_cap=fields.positive("final_logit_softcapping", None),

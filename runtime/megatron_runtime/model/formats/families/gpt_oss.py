@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_runtime.model.config import ClampedGate, ExpertsConfig, ModelConfig, RoutingConfig, alternating_windows
+from megatron_runtime.model.config import ClampedGate, ExpertsConfig, ModelConfig, RoutingConfig
 from megatron_runtime.model.formats.config_fields import ConfigFields
 from megatron_runtime.model.formats.families.expert_fields import num_experts
-from megatron_runtime.model.formats.families.llama import listed_windows, llama
+from megatron_runtime.model.formats.families.llama import llama, windows_by_pattern
 
 _YARN: dict[str, Any] = {
     "rope_type": "yarn",
@@ -31,7 +31,7 @@ def gpt_oss(fields: ConfigFields) -> ModelConfig:
         config,
         mlp_bias=True,
         attention_sinks=True,
-        layer_windows=listed_windows(fields, window) or alternating_windows(window, 2, config.num_layers),
+        layer_windows=windows_by_pattern(fields, window, 2, config.num_layers),
         clamped_gate=ClampedGate(fields.positive("swiglu_alpha", 1.702), fields.positive("swiglu_limit", 7.0)),
         experts=ExpertsConfig(
             count=num_experts(fields),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_runtime.errors import CheckpointError
-from megatron_runtime.model.config import Activation, ModelConfig, check_num_layers
+from megatron_runtime.model.config import Activation, ModelConfig, alternating_windows, check_num_layers
 from megatron_runtime.model.formats.config_fields import MISSING, ConfigFields
 from megatron_runtime.model.formats.rope_fields import rope_settings
 
@@ -139,6 +139,11 @@ def listed_windows(fields: ConfigFields, window: int, limited: str = "sliding_at
     if unknown := [kind for kind in kinds if kind not in (limited, "full_attention")]:
         raise CheckpointError(f"{fields.path}: layer_types holds {unknown[0]!r}, expected {limited} or full_attention")
     return tuple(window if kind == limited else None for kind in kinds)
+
+
+def windows_by_pattern(fields: ConfigFields, window: int, pattern: int, layers: int) -> tuple[int | None, ...]:
+    """The window of each layer by ``layer_types``; without that list, all layers but every ``pattern``-th have it."""
+    return listed_windows(fields, window) or alternating_windows(window, max(pattern, 1), layers)
 
 
 def _upper_windows(fields: ConfigFields, layers: int) -> tuple[int | None, ...]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_runtime.model.config import ModelConfig, alternating_windows
+from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.formats.config_fields import ConfigFields
-from megatron_runtime.model.formats.families.llama import listed_windows, llama
+from megatron_runtime.model.formats.families.llama import llama, windows_by_pattern
 
 
 def olmo2(fields: ConfigFields) -> ModelConfig:
@@ -25,6 +25,6 @@ def olmo3(fields: ConfigFields) -> ModelConfig:
     window = fields.get("sliding_window", 4096, int)
     return replace(
         config,
-        layer_windows=listed_windows(fields, window) or alternating_windows(window, 4, config.num_layers),
+        layer_windows=windows_by_pattern(fields, window, 4, config.num_layers),
         local_rope_theta=local.positive("rope_theta", fields.positive("rope_theta", None)),
     )
