@@ -97,7 +97,7 @@ class Chat:
         self._messages.append({"role": "assistant", "content": said})
 
     async def _print_answer(self, tries: int = 2) -> str:
-        """Print the answer as it is streamed, and return it; one that breaks before its first text is requested again."""
+        """Print and return the answer as it is streamed; one that breaks before its first text is requested again."""
         said = ""
         try:
             async for words in self._stream():
