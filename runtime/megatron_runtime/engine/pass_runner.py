@@ -223,6 +223,8 @@ class PassRunner:
             states = next(pooled) if output.pooled and part.num_pooled else None
             if not part.counts:
                 continue
+            if row is not None and (output.mask_milliseconds or part.sequence.mask_milliseconds):
+                part.sequence.note_mask(output.mask_milliseconds.get(row, 0))
             if states is not None and tracked.pooled is not None:
                 tracked.pooled.add(states)
             if row in output.dead_ends:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,6 +35,8 @@ class RequestGuide:
         self._grammars = compiled_grammars(tokenizer)
         self._grammar = grammar
         self._first = self._known = prompt_length
+        self.mask_milliseconds = 0
+        """Time of the last call of `after`, rounded down."""
         self._matcher = self._grammars.matcher(grammar)
 
     @property
@@ -46,6 +49,7 @@ class RequestGuide:
 
     def after(self, tokens: Sequence[int], length: int, vocab_size: int) -> NDArray[np.bool_]:
         """The tokens that may follow the first ``length`` tokens: bool [vocab_size]; none after a failure."""
+        started = time.perf_counter()
         if length < self._known:
             self._start_over()  # The pass failed, and is repeated.
         if not self._matcher.is_stopped():
@@ -56,6 +60,7 @@ class RequestGuide:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             found = np.unpackbits(bits, bitorder="little")[:vocab_size].astype(np.bool_)
             allowed[: len(found)] = found
+        self.mask_milliseconds = int(1e3 * (time.perf_counter() - started))
         return allowed
 
     def _start_over(self) -> None:

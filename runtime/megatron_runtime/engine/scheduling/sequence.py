@@ -47,6 +47,10 @@ class Sequence:
     """Its row in the context's tables while it runs."""
     num_evictions: int = 0
     """How often it lost its blocks; distinguishes its runs."""
+    mask_milliseconds: int = 0
+    """Expected time to compute the mask of its grammar, see `note_mask`; 0 without a grammar."""
+    last_pass: int = 0
+    """Number of the last pass that computes tokens of it."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -57,6 +61,11 @@ class Sequence:
     def num_left(self) -> int:
         """Number of known tokens that no pass computes yet."""
         return len(self.tokens) - self.num_begun
+
+    def note_mask(self, milliseconds: int) -> None:
+        """Note how long its last mask took. The expectation falls by half at most, because the time depends on the
+        place in the grammar, and the next slow place is often near."""
+        self.mask_milliseconds = max(milliseconds, self.mask_milliseconds // 2)
 
     @property
     def is_running(self) -> bool:
