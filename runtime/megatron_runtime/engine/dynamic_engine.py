@@ -65,6 +65,7 @@ class DynamicInferenceEngine(RunningEngine):
             prefix_caching=self.config.enable_prefix_caching,
             scores_prompts=not self.config.materialize_only_last_token_logits,
             routing=context.routing,
+            num_speculative_tokens=self.config.num_speculative_tokens,
         )
         self._requests = RequestBook(
             self.tokenizer,
@@ -319,6 +320,8 @@ class DynamicInferenceEngine(RunningEngine):
             prefix_hits_total=self._passes.prefix_hits_total,
             paused=self.scheduler.num_paused,
             weight_version=self.weight_version,
+            draft_tokens_total=self._passes.draft_tokens_total,
+            accepted_draft_tokens_total=self._passes.accepted_draft_tokens_total,
         )
 
     def check_integrity(self) -> None:

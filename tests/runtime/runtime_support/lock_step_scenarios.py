@@ -108,7 +108,7 @@ def serve_in_lock_step(rank: int, sizes: ParallelSizes, port: int, path: Path, m
     """The same on several ranks, with a pause and a suspension in between. Each rank measures other times of masks."""
     setattr(RequestGuide, "mask_milliseconds", property(lambda _: 5 + rank, lambda _, __: None))  # noqa: B010
     ranks = join(sizes, rank, port)
-    engine = build(path, ranks, kv_cache_management_mode=mode, offload_weights=True)
+    engine = build(path, ranks, kv_cache_management_mode=mode, offload_weights=True, num_speculative_tokens=3)
     results: dict[str, Any] = {}
     if rank:
         run_follower(engine, ranks)

@@ -156,6 +156,7 @@ class Scheduler:
                 budget -= slices[-1].length
         # Sequences that were evicted or paused now would only evict others.
         admitted = [] if evicted or paused else self._admit(slices, budget)
+        slices = self._with_drafts(slices)
         self._slices = slices
         known, self._paused = self._paused, {sequence.request_id for sequence in paused}
         return Schedule(slices, admitted, evicted, [each for each in paused if each.request_id not in known])
@@ -167,6 +168,11 @@ class Scheduler:
                 part.sequence.num_computed = part.end
                 if self._prefixes is not None:
                     self._prefixes.register(part.sequence)
+
+    def accept_draft(self, sequence: Sequence) -> None:
+        """Record that the first draft after the computed tokens was right, and is computed."""
+        sequence.num_computed += 1
+        sequence.num_begun += 1
 
     def withdraw(self, slices: list[SequenceSlice]) -> None:
         """Record that the newest pass in flight will not be computed."""
@@ -215,6 +221,22 @@ class Scheduler:
         part = SequenceSlice.next_of(sequence, budget)
         sequence.num_begun, sequence.last_pass = part.end, self._passes
         return part
+
+    def _with_drafts(self, slices: list[SequenceSlice]) -> list[SequenceSlice]:
+        """The slices with drafts where these have room: in the pass, and in the blocks of their sequences."""
+        if all(part.sequence.lookup is None for part in slices):
+            return slices
+        budget = self.limits.max_tokens - sum(part.length for part in slices)
+        drafted: list[SequenceSlice] = []
+        for part in slices:
+            sequence = part.sequence
+            if sequence.lookup is not None and part.length == 1 and part.samples:
+                known = len(sequence.tokens)
+                room = min(len(sequence.blocks) * self.limits.block_size_tokens, sequence.max_length - 1) - known
+                part = part._replace(drafts=sequence.lookup.propose(sequence.tokens, min(room, budget)))
+                budget -= len(part.drafts)
+            drafted.append(part)
+        return drafted
 
     def _should_pause(self, sequence: Sequence, paused: list[Sequence]) -> bool:
         """True if a running sequence lacks blocks and may wait with its own; never for the most urgent one."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from megatron_runtime.engine.scheduling.prompt_lookup import PromptLookup
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -43,6 +45,8 @@ class Sequence:
     """The hidden states that are pooled: "last" (of the last token), "mean" (of all tokens) or None."""
     replayed_routing: Any = None
     """The experts to choose for its first tokens, as `ExpertRouting.parse` returns them."""
+    lookup: PromptLookup | None = None
+    """Drafts its next tokens, if that is permitted."""
     row: int | None = None
     """Its row in the context's tables while it runs."""
     num_evictions: int = 0
@@ -86,6 +90,8 @@ class SequenceSlice(NamedTuple):
     """Number of last tokens whose logits are needed for the log probability of the next token."""
     num_evictions: int
     """Of the sequence, when the pass was begun."""
+    drafts: tuple[int, ...] = ()
+    """Tokens that may follow the known ones; the pass samples a token after each of them, too."""
 
     @classmethod
     def next_of(cls, sequence: Sequence, most: int) -> SequenceSlice:
