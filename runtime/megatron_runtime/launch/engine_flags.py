@@ -78,6 +78,13 @@ class EngineFlags:
             help="On a GPU, keep the bits of answers independent of other requests, which takes longer.",
         ),
     ] = EngineOptions.batch_invariant
+    num_speculative_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Most tokens that a step verifies for a request besides its next one; they are copied from its earlier"
+            " tokens, and change no answer. 0: none."
+        ),
+    ] = EngineOptions.num_speculative_tokens
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of equal prompt prefixes.")] = (
         EngineOptions.prefix_caching
     )

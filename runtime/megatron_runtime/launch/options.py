@@ -68,6 +68,7 @@ class EngineOptions:
     num_cuda_graphs: int | None = None
     """As of InferenceConfig; None: all sizes that the model permits on a GPU, and none on a CPU."""
     batch_invariant: bool = False
+    num_speculative_tokens: int = 0
     prefix_caching: bool = True
     chunked_prefill: bool = True
     kv_cache_management: str = "offload"
@@ -224,6 +225,7 @@ class LaunchOptions:
         _at_least("--max-sequence-length", engine.max_sequence_length, 2)
         _at_least("--max-requests", engine.max_requests, 1)
         _at_least("--num-cuda-graphs", engine.num_cuda_graphs, -1)
+        _at_least("--num-speculative-tokens", engine.num_speculative_tokens, 0)
         _at_least("--threads-per-rank", self.threads_per_rank, 1)
         for flag, seconds in (
             ("--request-timeout", self.request_timeout),

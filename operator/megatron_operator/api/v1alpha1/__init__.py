@@ -46,6 +46,8 @@ from megatron_operator.api.v1alpha1.serving import (
     Pooling,
     RoutingPolicy,
     RoutingSpec,
+    Speculation,
+    SpeculationMethod,
 )
 from megatron_operator.api.v1alpha1.status import (
     Condition,
@@ -107,6 +109,8 @@ __all__ = [
     "Scheduling",
     "ServiceType",
     "Source",
+    "Speculation",
+    "SpeculationMethod",
     "Toleration",
     "VolumeSource",
 ]
