@@ -205,6 +205,7 @@ class DecodeGraphs:
             query_starts=self._starts[: size + 1],
             block_tables=self._tables.index_select(0, there["table_rows"][:size]),
             logit_rows=self._every[:size],
+            adapters=None,
         )
         logits = self._model(batch, self._context.kv_cache)
         self._logits[:size].copy_(logits)
