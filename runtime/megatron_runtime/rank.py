@@ -263,7 +263,7 @@ async def _run_follower(link: ParentLink, engine: DynamicInferenceEngine, ranks:
 
 
 def _run_follower_on_device(engine: DynamicInferenceEngine, ranks: Ranks) -> None:
-    from megatron_runtime.engine.worker.lock_step import run_follower
+    from megatron_runtime.engine.worker.follower_actions import run_follower
 
     _use_device_of(engine)
     run_follower(engine, ranks)

@@ -170,7 +170,7 @@ class DecodeGraphs:
 
     def size_for(self, slices: Slices[SequenceSlice]) -> int | None:
         """The number of rows of the graph for a pass; None if it has to run eagerly."""
-        if not is_decode_pass(slices):
+        if not is_decode_pass(slices) or any(part.sequence.adapter is not None for part in slices):
             return None
         return next((size for size in self._sizes if size >= len(slices) and size in self._graphs), None)
 

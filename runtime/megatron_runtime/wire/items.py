@@ -195,6 +195,21 @@ class EngineLoad(NamedTuple):
         return cls._make([*counts, seconds(values[6], "step_seconds"), natural(values[7], "weight_version")])
 
 
+class AdapterEntry(NamedTuple):
+    """A LoRA adapter that every engine of the service has."""
+
+    name: str
+    path: str
+    """Of its folder, which every rank can read."""
+    generation: int
+    """Differs from those of all earlier adapters of the service, also of the same name."""
+
+    @classmethod
+    def parse(cls, raw: Any) -> AdapterEntry:
+        name, path, generation = fields(raw, 3, "adapter")
+        return cls(text(name, "adapter"), text(path, "path"), natural(generation, "generation"))
+
+
 class Registration(NamedTuple):
     """engine -> coordinator: the identity, the state and the requests of an engine."""
 

@@ -48,6 +48,11 @@ class AdapterSlots:
     def __len__(self) -> int:
         return len(self._loaded)
 
+    @property
+    def first_free(self) -> int:
+        """The lowest slot that is not in use."""
+        return next(slot for slot in range(len(self._loaded) + 1) if slot not in self._loaded)
+
     def read(self, path: Path, max_rank: int) -> Adapter:
         """Read an adapter, without using it; arguments and errors as for `read_adapter`."""
         return read_adapter(path, self.targets, self._dtype, max_rank)
