@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron_runtime.config import InferenceConfig
-from megatron_runtime.errors import CheckpointError, InvalidRequestError
+from megatron_runtime.errors import AdapterNotFoundError, CheckpointError, InvalidRequestError
 from megatron_runtime.model.adapters import load_adapter
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.wire.items import AdapterEntry
@@ -62,13 +62,13 @@ class EngineAdapters:
         """The adapter with this name; None for None.
 
         Raises:
-            InvalidRequestError: There is none.
+            AdapterNotFoundError: There is none.
         """
         if name is None:
             return None
         if name not in self._loaded:
             known = ", ".join(sorted(self._loaded)) or "none"
-            raise InvalidRequestError(f"adapter={name!r} is not loaded; loaded adapters: {known}", field="adapter")
+            raise AdapterNotFoundError(f"adapter={name!r} is not loaded; loaded adapters: {known}", field="adapter")
         return self._loaded[name]
 
     def load(self, name: str, path: Path | str) -> None:

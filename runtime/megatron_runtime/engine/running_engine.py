@@ -76,6 +76,11 @@ class RunningEngine(ABC):
         """Compile a grammar beside the steps. Requests that are added later wait for the rest of the work."""
         return compiled_grammars(self.tokenizer).compile(grammar)
 
+    @property
+    def own_adapters(self) -> list[tuple[str, str]]:
+        """Names and paths of the adapters that no coordinator has assigned."""
+        return self.adapters.own
+
     def assign_adapters(self, entries: Sequence[AdapterEntry]) -> None:
         """As `EngineAdapters.assign`, for the loop of a coordinator."""
         self.adapters.assign(entries)

@@ -186,6 +186,11 @@ class LockStepEngine:
             lambda: self._engine.update_weights(weights, version=version), Action.UPDATE_WEIGHTS, path, version
         )
 
+    @property
+    def own_adapters(self) -> Sequence[tuple[str, str]]:
+        """As DynamicInferenceEngine does."""
+        return self._engine.own_adapters
+
     def assign_adapters(self, entries: Sequence[AdapterEntry]) -> None:
         """As EngineAdapters.assign; CheckpointError if a rank can't load one, and no rank has changed its adapters."""
         content = [list(entry) for entry in entries]
