@@ -10,6 +10,7 @@ from collections.abc import Sequence as Tokens
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.engine.admission import Admission, Prompt
 from megatron_runtime.engine.context import DynamicInferenceContext
+from megatron_runtime.engine.engine_adapters import EngineAdapters
 from megatron_runtime.engine.engine_memory import EngineMemory
 from megatron_runtime.engine.pass_runner import PassRunner
 from megatron_runtime.engine.request_book import Reports, RequestBook
@@ -57,6 +58,7 @@ class DynamicInferenceEngine(RunningEngine):
             passes_in_flight=controller.model.ranks.position.sizes.pipeline,
         )
         self.scheduler = Scheduler(limits, context.allocator)
+        self.adapters = EngineAdapters(controller.model, context.device, self.config, lambda: self._requests.adapters)
         self._admission = Admission(
             self.tokenizer,
             context.limits,
@@ -66,6 +68,7 @@ class DynamicInferenceEngine(RunningEngine):
             scores_prompts=not self.config.materialize_only_last_token_logits,
             routing=context.routing,
             num_speculative_tokens=self.config.num_speculative_tokens,
+            adapters=self.adapters,
         )
         self._requests = RequestBook(
             self.tokenizer,
@@ -177,6 +180,7 @@ class DynamicInferenceEngine(RunningEngine):
         started = time.perf_counter()
         self.expire_overdue_requests()
         self._passes.run_pass()
+        self.adapters.release_unused()
         result = self._report(started)
         if self._log.note_step(self, result):
             # A request gets one token while each pass in flight takes a step.

@@ -6,9 +6,10 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_runtime.config import LOGPROBS_MODES, PrefixCachingCoordinatorPolicy, check_routing_alpha
+from megatron_runtime.config import LOGPROBS_MODES, InferenceConfig, PrefixCachingCoordinatorPolicy, check_routing_alpha
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.identity import Identity
+from megatron_runtime.launch.lora_modules import check_modules
 from megatron_runtime.model.formats.quantized_weights import keeps_quantized
 from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.timeouts import RENDEZVOUS_TIMEOUT
@@ -76,6 +77,10 @@ class EngineOptions:
     logprobs_mode: str = "raw_logprobs"
     check_finite: bool = False
     moe_enable_routing_replay: bool = False
+    lora_modules: tuple[tuple[str, str], ...] = ()
+    """Names and folders of LoRA adapters."""
+    max_loras: int = InferenceConfig.max_loras
+    max_lora_rank: int = InferenceConfig.max_lora_rank
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: int = 1
@@ -181,6 +186,8 @@ class LaunchOptions:
         self._check_numbers()
         self._check_parallelism()
         self._check_identity()
+        engine = self.engine
+        check_modules(engine.lora_modules, self.model_name, engine.max_loras, engine.max_lora_rank)
         self.http.check()
 
     def _check_source(self) -> None:

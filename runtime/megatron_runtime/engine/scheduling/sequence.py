@@ -43,6 +43,8 @@ class Sequence:
     """Its KV blocks, shared or not, in the order of its tokens."""
     pooling: str | None = None
     """The hidden states that are pooled: "last" (of the last token), "mean" (of all tokens) or None."""
+    adapter: int | None = None
+    """The slot of its adapter; None without one."""
     replayed_routing: Any = None
     """The experts to choose for its first tokens, as `ExpertRouting.parse` returns them."""
     lookup: PromptLookup | None = None
