@@ -10,10 +10,12 @@ from typing import Any
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.formats.config_fields import MISSING, ConfigFields
 from megatron_runtime.model.formats.quantization.float8 import FLOAT8, float8_matrix
+from megatron_runtime.model.formats.quantization.integers import integer_matrix, packed_matrix
 from megatron_runtime.model.formats.quantization.stored_matrix import StoredMatrix, StoredModule
 
 _CONFIG = "quantization_config"
-_FORMATS = ("float-quantized", "naive-quantized", "dense", "mixed-precision")
+_FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized", "dense", "mixed-precision")
+_BITS = {"float": (8,), "int": (4, 8)}
 _STRATEGIES = ("tensor", "channel", "group", "block")
 _REMEDY = "Choose a checkpoint of another kind, such as a GGUF file or one that isn't quantized"
 
@@ -27,7 +29,6 @@ class WeightScheme:
     targets: tuple[str, ...]
     """Names of modules, ``re:`` and a regular expression for them, or classes such as ``Linear``."""
     bits: int
-    is_float: bool
     symmetric: bool
     block: tuple[int, int] | None
     """Rows and columns that share a scale; None: all, or a row, as the shape of the scales says."""
@@ -38,7 +39,9 @@ class CompressedCheckpoint:
     """Modules that ``ignore`` lists are stored as plain numbers, which their stored types say."""
 
     schemes: Sequence[WeightScheme]
-    endings = frozenset({"weight", "weight_scale", "weight_zero_point", "weight_packed", "weight_g_idx"})
+    endings = frozenset(
+        {"weight", "weight_scale", "weight_zero_point", "weight_packed", "weight_g_idx", "weight_shape"}
+    )
 
     def matrix(self, module: StoredModule) -> StoredMatrix | None:
         """As in Quantization."""
@@ -46,6 +49,10 @@ class CompressedCheckpoint:
             return None
         scheme = self._scheme(module)
         by = f"{scheme.field}.{'block_structure' if scheme.block and scheme.block[0] > 1 else 'group_size'}"
+        if "weight_packed" in module.tensors:
+            return packed_matrix(module, scheme.bits, scheme.block, by, symmetric=scheme.symmetric)
+        if module.tensor("weight").kind == "I8":
+            return integer_matrix(module, scheme.block, by, symmetric=scheme.symmetric)
         return float8_matrix(module, scheme.block, by)
 
     def _scheme(self, module: StoredModule) -> WeightScheme:
@@ -113,14 +120,13 @@ def _scheme_of(path: Any, field: str, group: Any) -> WeightScheme | None:
     field = f"{field}.weights"
     fields = ConfigFields(path, {f"{field}.{name}": value for name, value in weights.items()})
     kind, bits = fields.get(f"{field}.type", "int", str), fields.get(f"{field}.num_bits", 8, int)
-    known = {"float": (8,)}
-    if bits not in known.get(kind, ()):
-        listed = " and ".join(f"{each} of {size} bits" for each, sizes in known.items() for size in sizes)
+    if bits not in _BITS.get(kind, ()):
+        listed = ", ".join(f"{each} of {size} bits" for each, sizes in _BITS.items() for size in sizes)
         raise CheckpointError(
             f"{path}: {field}.type is {kind!r} with {field}.num_bits {bits}, the known ones are {listed}. {_REMEDY}"
         )
     symmetric = fields.get(f"{field}.symmetric", True, bool)
-    return WeightScheme(field, tuple(map(str, targets)), bits, kind == "float", symmetric, _block(fields, field))
+    return WeightScheme(field, tuple(map(str, targets)), bits, symmetric, _block(fields, field))
 
 
 def _block(fields: ConfigFields, field: str) -> tuple[int, int] | None:

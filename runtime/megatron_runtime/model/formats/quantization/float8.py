@@ -52,9 +52,7 @@ class Float8Matrix:
 
 def float8_matrix(module: StoredModule, block: tuple[int, int] | None, by: str) -> Float8Matrix:
     """That of a module, with scales for the blocks that the field ``by`` gives, or as their stored shape says."""
-    shape = module.tensor("weight").shape
-    if len(shape) != 2:
-        raise module.refuse("weight", f"has shape {list(shape)}, but quantized matrices have two dimensions")
+    shape = module.matrix_shape("weight")
     scale = next((ending for ending in _SCALES if ending in module.tensors), _SCALES[-1])
     stored = module.tensor(scale).shape
     usual = tuple(-(-size // of) for size, of in zip(shape, _USUAL_BLOCK, strict=True))

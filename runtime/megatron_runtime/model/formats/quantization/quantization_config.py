@@ -9,8 +9,10 @@ from typing import Protocol
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.formats.config_fields import ConfigFields, read_json
+from megatron_runtime.model.formats.quantization.awq import awq_checkpoint
 from megatron_runtime.model.formats.quantization.compressed_tensors import compressed_checkpoint
 from megatron_runtime.model.formats.quantization.float8 import float8_checkpoint
+from megatron_runtime.model.formats.quantization.gptq import gptq_checkpoint
 from megatron_runtime.model.formats.quantization.stored_matrix import StoredMatrix, StoredModule
 from megatron_runtime.model.formats.tensor_names import tensor_names
 
@@ -37,6 +39,8 @@ _METHODS: Mapping[str, Callable[[ConfigFields], Quantization]] = {
     "fp8": float8_checkpoint,
     "fbgemm_fp8": float8_checkpoint,
     "compressed-tensors": compressed_checkpoint,
+    "gptq": gptq_checkpoint,
+    "awq": awq_checkpoint,
 }
 
 

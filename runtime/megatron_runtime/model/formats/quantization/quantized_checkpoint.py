@@ -26,6 +26,7 @@ _UNUSED = tuple(
     for number in ("scale", "zero_point", "scale_ub", "global_scale")
 )
 """Ends of the names of numbers that round activations or the cache, which are in the dtype here."""
+_GPTQ = "qweight"
 _PIECE_SHARE = 4
 """Pieces are smaller than others, because each is expanded in several steps."""
 
@@ -54,7 +55,7 @@ class QuantizedCheckpoint:
         }
         plain, unused = {}, Counter[str]()
         for name, tensor in self._stored.items():
-            if name in coded:
+            if name in coded or name in self._zero_biases:
                 continue
             ending = name.rpartition(".")[2]
             if ending in _UNUSED:
@@ -72,6 +73,7 @@ class QuantizedCheckpoint:
         if (matrix := self._matrices.get(name)) is None:
             yield from self._source.read(name, into, start)
             return
+        self._check_bias(matrix)
         columns = range(start[1], start[1] + into.shape[1])
         for piece in row_pieces((into.shape[0], _PIECE_SHARE * into.shape[1])):
             rows = range(start[0] + piece.start, start[0] + piece.stop)
@@ -100,12 +102,37 @@ class QuantizedCheckpoint:
                 found[name] = matrix
         return found
 
+    @cached_property
+    def _zero_biases(self) -> frozenset[str]:
+        """Biases of GPTQ modules that have none in the configuration: early versions of AutoGPTQ stored zeros."""
+        names = (_bias(matrix) for matrix in self._matrices.values() if _GPTQ in matrix.module.tensors)
+        return frozenset(name for name in names if name in self._stored and name not in self._expected)
+
+    def _check_bias(self, matrix: StoredMatrix) -> None:
+        """Raise CheckpointError if a bias that the configuration doesn't have is more than zeros."""
+        import torch  # Imported here, because reading the header does not need it.
+
+        if (name := _bias(matrix)) not in self._zero_biases:
+            return
+        bias = torch.empty(self._stored[name].shape)
+        for _ in self._source.read(name, bias, [0] * bias.dim()):
+            pass
+        if bool(bias.any()):
+            raise CheckpointError(
+                f"{self.location}: tensor {name} isn't zero, but the configuration has no such bias. "
+                "The configuration belongs to another checkpoint"
+            )
+
     def _check_plain(self, name: str, tensor: StoredTensor) -> None:
         if tensor.kind in CODED_TYPES:
             raise CheckpointError(
                 f"{self.location}: tensor {name} has type {tensor.kind}, but is no part of a quantized matrix that "
                 "quantization_config describes. Choose another checkpoint, such as one that isn't quantized"
             )
+
+
+def _bias(matrix: StoredMatrix) -> str:
+    return f"{matrix.module.name}.bias"
 
 
 def _describe(matrix: StoredMatrix) -> StoredTensor:

@@ -58,7 +58,7 @@ def _numbers(codes: Tensor) -> Tensor:
     import torch
 
     if codes.dtype is torch.uint8:
-        return codes.float()
+        return codes.contiguous().float()
     table = torch.arange(256, dtype=torch.uint8).view(codes.dtype).float()
     return table.index_select(0, codes.contiguous().view(torch.uint8).int().flatten()).view(codes.shape)
 
@@ -102,10 +102,22 @@ class StoredModule:
             )
         return found
 
+    def matrix_shape(self, ending: str) -> tuple[int, int]:
+        """That of a tensor. Raises CheckpointError if it is missing, or is not a matrix with one number or more."""
+        shape = self.tensor(ending).shape
+        if len(shape) != 2 or 0 in shape:
+            raise self.refuse(ending, f"has shape {list(shape)}, but quantized matrices have two dimensions")
+        return shape[0], shape[1]
+
     def check(self, ending: str, expected: Shape, by: str) -> None:
         """Raise CheckpointError if a tensor is missing, or hasn't the shape that follows from ``by``."""
         if (found := self.tensor(ending).shape) != expected:
             raise self.refuse(ending, f"has shape {list(found)}, but {by} requires {list(expected)}")
+
+    def check_type(self, ending: str, types: tuple[str, ...]) -> None:
+        """Raise CheckpointError if a tensor is missing, or its stored type is none of ``types``."""
+        if (found := self.tensor(ending).kind) not in types:
+            raise self.refuse(ending, f"has type {found}, expected one of {', '.join(types)}")
 
     def refuse(self, ending: str, reason: str) -> CheckpointError:
         """The error for a tensor that does not fit the configuration."""
@@ -149,9 +161,8 @@ class ScaleGrid:
         Raises CheckpointError if the stored shape is another, or the stored type none of ``types``.
         """
         rows, columns = shape
-        stored, kind = module.tensor(ending).shape, module.tensor(ending).kind
-        if kind not in types:
-            raise module.refuse(ending, f"has type {kind}, expected one of {', '.join(types)}")
+        stored = module.tensor(ending).shape
+        module.check_type(ending, types)
         if block is not None:
             module.check(ending, (-(-rows // block[0]), -(-columns // block[1])), by)
             return cls(module, ending, block)
