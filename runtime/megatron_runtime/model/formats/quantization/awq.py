@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.formats.config_fields import MISSING, ConfigFields
 from megatron_runtime.model.formats.quantization.gptq import group_size
-from megatron_runtime.model.formats.quantization.integers import WORD, unpack, words_of
+from megatron_runtime.model.formats.quantization.integers import WORD, describe_groups, unpack, words_of
+from megatron_runtime.model.formats.quantization.kept_codes import coding_of
 from megatron_runtime.model.formats.quantization.stored_matrix import (
     SCALE_TYPES,
     QuantizedPart,
@@ -22,6 +23,8 @@ from megatron_runtime.model.formats.quantization.stored_matrix import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from megatron_runtime.model.formats.coded_rows import Coding
 
 _CONFIG = "quantization_config"
 _BITS = 4
@@ -48,7 +51,12 @@ class AwqMatrix:
     @property
     def kind(self) -> str:
         """The format."""
-        return "AWQ int4"
+        return describe_groups("AWQ int4", self.width, self.shape[1]) + " with zero points"
+
+    @property
+    def coding(self) -> Coding | None:
+        """As in StoredMatrix."""
+        return coding_of(_BITS, self.shape[1], self.width, symmetric=False)
 
     def part(self, rows: range, columns: range) -> QuantizedPart:
         """As in StoredMatrix."""

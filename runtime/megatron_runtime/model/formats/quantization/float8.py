@@ -41,6 +41,10 @@ class Float8Matrix:
         """The stored type."""
         return self.module.tensor("weight").kind
 
+    @property
+    def coding(self) -> None:
+        """None: the kernels compute with integers."""
+
     def part(self, rows: range, columns: range) -> QuantizedPart:
         """As in StoredMatrix."""
         import torch  # Imported here, because reading the header does not need it.

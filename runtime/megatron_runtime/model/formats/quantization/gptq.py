@@ -7,11 +7,19 @@ GPTQModel calls ``gptq_v2`` stores them as they are.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.formats.config_fields import MISSING, ConfigFields
-from megatron_runtime.model.formats.quantization.integers import WORD, group_index, num_words, unpack, words_of
+from megatron_runtime.model.formats.quantization.integers import (
+    WORD,
+    describe_groups,
+    group_index,
+    num_words,
+    unpack,
+    words_of,
+)
+from megatron_runtime.model.formats.quantization.kept_codes import coding_of
 from megatron_runtime.model.formats.quantization.stored_matrix import (
     SCALE_TYPES,
     QuantizedPart,
@@ -19,6 +27,9 @@ from megatron_runtime.model.formats.quantization.stored_matrix import (
     StoredMatrix,
     StoredModule,
 )
+
+if TYPE_CHECKING:
+    from megatron_runtime.model.formats.coded_rows import Coding
 
 _CONFIG = "quantization_config"
 _BITS = (4, 8)
@@ -33,28 +44,38 @@ class GptqMatrix:
     """
 
     module: StoredModule
-    bits: int
     width: int
     """Columns of a group."""
-    less_one: bool
-    """Whether the stored zero points are less one."""
+    settings: GptqCheckpoint
 
     @property
     def shape(self) -> Shape:
         """Rows and columns."""
-        return self.module.tensor("qweight").shape[1], self.module.tensor("qweight").shape[0] * WORD // self.bits
+        return self.module.tensor("qweight").shape[1], self.module.tensor("qweight").shape[
+            0
+        ] * WORD // self.settings.bits
 
     @property
     def kind(self) -> str:
         """The format."""
-        return f"GPTQ int{self.bits}"
+        further = "" if self.settings.symmetric else " with zero points"
+        order = " of columns in any order" if self.settings.in_any_order else ""
+        return describe_groups(f"GPTQ int{self.settings.bits}", self.width, self.shape[1]) + further + order
+
+    @property
+    def coding(self) -> Coding | None:
+        """As in StoredMatrix."""
+        if self.settings.in_any_order:
+            return None
+        return coding_of(self.settings.bits, self.shape[1], self.width, symmetric=self.settings.symmetric)
 
     def part(self, rows: range, columns: range) -> QuantizedPart:
         """As in StoredMatrix."""
         import torch  # Imported here, because reading the header does not need it.
 
-        words, within = words_of(columns, self.bits)
-        codes = unpack(self.module.read("qweight", torch.int32, words, rows).t(), self.bits)[:, within]
+        bits = self.settings.bits
+        words, within = words_of(columns, bits)
+        codes = unpack(self.module.read("qweight", torch.int32, words, rows).t(), bits)[:, within]
         grid, groups = range(self.module.tensor("scales").shape[0]), None
         if "g_idx" in self.module.tensors:
             groups = group_index(self.module, "g_idx", columns, len(grid))
@@ -62,10 +83,10 @@ class GptqMatrix:
             grid = range(columns.start // self.width, -(-columns.stop // self.width))
             groups = torch.arange(columns.start, columns.stop) // self.width - grid.start
         scales = self.module.read("scales", torch.float32, grid, rows).t()
-        words, within = words_of(rows, self.bits)
-        zeros = unpack(self.module.read("qzeros", torch.int32, grid, words), self.bits)[:, within].t()
-        if self.less_one:
-            zeros = (zeros + 1) & ((1 << self.bits) - 1)
+        words, within = words_of(rows, bits)
+        zeros = unpack(self.module.read("qzeros", torch.int32, grid, words), bits)[:, within].t()
+        if self.settings.less_one:
+            zeros = (zeros + 1) & ((1 << bits) - 1)
         return QuantizedPart(codes, scales, zeros.float(), groups)
 
 
@@ -77,6 +98,11 @@ class GptqCheckpoint:
     group_size: int
     """-1: one group."""
     less_one: bool
+    """Whether the stored zero points are less one."""
+    symmetric: bool
+    """Whether all zero points are the middle of the range."""
+    in_any_order: bool
+    """Whether groups are of columns in any order."""
     endings = frozenset({"qweight", "qzeros", "scales", "g_idx"})
 
     def matrix(self, module: StoredModule) -> StoredMatrix:
@@ -92,7 +118,7 @@ class GptqCheckpoint:
             module.check_type(ending, ("I32",))
         if "g_idx" in module.tensors:
             module.check("g_idx", (columns,), f"{_CONFIG}.bits")
-        return GptqMatrix(module, self.bits, width, self.less_one)
+        return GptqMatrix(module, width, self)
 
 
 def gptq_checkpoint(fields: ConfigFields) -> GptqCheckpoint:
@@ -108,7 +134,8 @@ def gptq_checkpoint(fields: ConfigFields) -> GptqCheckpoint:
     fields.refuse(f"{_CONFIG}.is_marlin_format", False)
     fields.refuse(f"{_CONFIG}.pack_dtype", "int32")
     _check_overrides(fields, bits)
-    return GptqCheckpoint(bits, group_size(fields), form == "gptq")
+    symmetric, in_any_order = (fields.get(f"{_CONFIG}.{name}", False, bool) for name in ("sym", "desc_act"))
+    return GptqCheckpoint(bits, group_size(fields), form == "gptq", symmetric, in_any_order)
 
 
 def group_size(fields: ConfigFields) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_runtime.model.formats.quantization.kept_codes import coding_of
 from megatron_runtime.model.formats.quantization.stored_matrix import (
     QuantizedPart,
     ScaleGrid,
@@ -17,6 +18,8 @@ from megatron_runtime.model.formats.quantization.stored_matrix import (
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from megatron_runtime.model.formats.coded_rows import Coding
 
 WORD = 32
 """Bits of the words that codes are packed in."""
@@ -44,6 +47,11 @@ def words_of(span: range, bits: int) -> tuple[range, slice]:
 def num_words(codes: int, bits: int) -> int:
     """Words for a number of codes."""
     return -(-codes * bits // WORD)
+
+
+def describe_groups(kind: str, width: int, columns: int) -> str:
+    """The kind of a matrix with groups of ``width`` columns."""
+    return f"{kind} by rows" if width >= columns else f"{kind} in groups of {width}"
 
 
 def group_index(module: StoredModule, ending: str, columns: range, groups: int) -> Tensor | None:
@@ -76,7 +84,23 @@ class PackedMatrix:
     @property
     def kind(self) -> str:
         """The format."""
-        return f"int{self.bits}"
+        further = " with zero points" if self._has_zeros else ""
+        return describe_groups(f"int{self.bits}", self.scales.block[1], self.shape[1]) + further + self._in_any_order
+
+    @property
+    def coding(self) -> Coding | None:
+        """As in StoredMatrix."""
+        if self._in_any_order:
+            return None
+        return coding_of(self.bits, self.shape[1], self.scales.block[1], symmetric=not self._has_zeros)
+
+    @property
+    def _has_zeros(self) -> bool:
+        return "weight_zero_point" in self.module.tensors
+
+    @property
+    def _in_any_order(self) -> str:
+        return " of columns in any order" if "weight_g_idx" in self.module.tensors else ""
 
     def part(self, rows: range, columns: range) -> QuantizedPart:
         """As in StoredMatrix."""
@@ -105,7 +129,7 @@ class PackedMatrix:
         middle = float(1 << (self.bits - 1))
         if self.zeros is not None:
             return self.zeros.read(rows, columns)[0] + middle
-        if "weight_zero_point" not in self.module.tensors:
+        if not self._has_zeros:
             return middle
         words, within = words_of(rows, self.bits)
         width = self.scales.block[1]
@@ -151,7 +175,13 @@ class IntegerMatrix:
     @property
     def kind(self) -> str:
         """The format."""
-        return "int8"
+        further = "" if self.zeros is None else " with zero points"
+        return describe_groups("int8", self.scales.block[1], self.shape[1]) + further
+
+    @property
+    def coding(self) -> Coding | None:
+        """As in StoredMatrix."""
+        return coding_of(8, self.shape[1], self.scales.block[1], symmetric=self.zeros is None)
 
     def part(self, rows: range, columns: range) -> QuantizedPart:
         """As in StoredMatrix."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.formats.expected_tensors import expected_tensors
+from megatron_runtime.model.formats.quantization.kept_codes import coded_rows
 from megatron_runtime.model.formats.quantization.quantization_config import Quantization
 from megatron_runtime.model.formats.quantization.stored_matrix import StoredMatrix, StoredModule
 from megatron_runtime.model.formats.safetensors_checkpoint import CODED_TYPES
@@ -19,6 +20,8 @@ from megatron_runtime.model.formats.weight_source import StoredTensor, WeightSou
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from megatron_runtime.model.formats.coded_rows import CodedRows
 
 _UNUSED = tuple(
     f"{of}_{number}" if of else number
@@ -80,6 +83,16 @@ class QuantizedCheckpoint:
             into[piece] = matrix.part(rows, columns).expand().to(device=into.device, dtype=into.dtype)
             yield into[piece].numel()
 
+    def read_coded(self, name: str, rows: range, columns: slice) -> Iterator[CodedRows]:
+        """As in CodedSource. Raises CheckpointError if the codes don't fit the settings of the checkpoint."""
+        matrix = self._matrices[name]
+        assert matrix.coding is not None
+        self._check_bias(matrix)
+        across = range(columns.start, columns.stop)
+        for piece in row_pieces((len(rows), _PIECE_SHARE * len(across))):
+            part = matrix.part(rows[piece], across)
+            yield coded_rows(part, matrix.coding, f"{self.location}: tensor {name}")
+
     @cached_property
     def _stored(self) -> dict[str, StoredTensor]:
         """Without those of a head that is tied to the embedding."""
@@ -136,4 +149,5 @@ def _bias(matrix: StoredMatrix) -> str:
 
 
 def _describe(matrix: StoredMatrix) -> StoredTensor:
-    return StoredTensor(matrix.shape, sum(each.num_bytes for each in matrix.module.tensors.values()), matrix.kind)
+    num_bytes = sum(each.num_bytes for each in matrix.module.tensors.values())
+    return StoredTensor(matrix.shape, num_bytes, matrix.kind, matrix.coding)

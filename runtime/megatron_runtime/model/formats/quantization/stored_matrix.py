@@ -13,6 +13,8 @@ if TYPE_CHECKING:  # The preflight reads headers without torch.
     import torch
     from torch import Tensor
 
+    from megatron_runtime.model.formats.coded_rows import Coding
+
 Shape = tuple[int, ...]
 SCALE_TYPES = ("F32", "BF16", "F16", "F64", "F8_E8M0")
 """Types of scales. The last one is a power of two."""
@@ -77,6 +79,10 @@ class StoredMatrix(Protocol):
     @property
     def kind(self) -> str:
         """What it is stored as, for the log."""
+
+    @property
+    def coding(self) -> Coding | None:
+        """Of a matrix that can stay quantized: that of the codes in its parts."""
 
     def part(self, rows: range, columns: range) -> QuantizedPart:
         """Read some of it. Raises CheckpointError if the stored numbers contradict each other."""
