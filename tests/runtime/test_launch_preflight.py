@@ -119,19 +119,6 @@ def test_valid_options_pass(options: LaunchOptions, changes: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(
-    ("file", "name"),
-    [
-        ("model.gguf", "model"),
-        ("a/model-Q8_0-00001-of-00002.gguf", "model-Q8_0"),
-        ("model-0001-of-0002.gguf", "model-0001-of-0002"),
-        ("a/folder-1.5", "folder-1.5"),
-    ],
-)
-def test_a_model_has_the_name_of_its_file_without_the_part(file: str, name: str) -> None:
-    assert ModelSource(path=Path(file)).name == name
-
-
-@pytest.mark.parametrize(
     ("bound", "asked", "host"),
     [
         ("10.0.0.1", None, "0.0.0.0"),
