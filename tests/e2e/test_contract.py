@@ -133,6 +133,10 @@ def test_the_runtime_parses_every_flag_of_the_sample() -> None:
             {"hf_repo": "a/b", "hf_file": "c.gguf", "hf_revision": "main"},
         ),
         (
+            {"model": {"source": {"huggingFace": {"repo": "a/b", "file": "c.gguf"}}, "cache": {"claimName": "c"}}},
+            {"hf_repo": None, "model": Path("/cached-model/c.gguf")},
+        ),
+        (
             {"model": {"source": {"persistentVolumeClaim": {"claimName": "c", "path": "/x"}}}},
             {"model": Path("/models/x")},
         ),

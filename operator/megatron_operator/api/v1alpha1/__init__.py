@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_operator.api.v1alpha1.cache import Cache, CacheAccessMode, CacheClaim, CacheFolder
 from megatron_operator.api.v1alpha1.expose import (
     Expose,
     HTTPRouteExposure,
@@ -50,6 +51,8 @@ from megatron_operator.api.v1alpha1.serving import (
     SpeculationMethod,
 )
 from megatron_operator.api.v1alpha1.status import (
+    CachePhase,
+    CacheStatus,
     Condition,
     ConditionType,
     LastFailure,
@@ -67,6 +70,12 @@ __all__ = [
     "PLURAL",
     "VERSION",
     "AutoSuspendSpec",
+    "Cache",
+    "CacheAccessMode",
+    "CacheClaim",
+    "CacheFolder",
+    "CachePhase",
+    "CacheStatus",
     "ComputeResources",
     "Condition",
     "ConditionType",
