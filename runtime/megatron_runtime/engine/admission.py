@@ -225,7 +225,6 @@ def _follows_tokens(params: SamplingParams) -> bool:
     return (
         params.return_log_probs
         or params.pooling is not None
-        or params.grammar is not None
         or params.thinking_token_budget is not None
         or params.repetition_penalty != 1
         or params.frequency_penalty != 0

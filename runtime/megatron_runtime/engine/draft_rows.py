@@ -21,11 +21,13 @@ def draft_rows(slices: list[SequenceSlice]) -> Iterator[list[SequenceSlice]]:
         return
     for part in drafted:
         part.sequence.tokens.extend(part.drafts)
+        part.sequence.num_drafts = len(part.drafts)
     try:
         yield [row for part in slices for row in _rows(part)]
     finally:
         for part in drafted:
             del part.sequence.tokens[part.end :]
+            part.sequence.num_drafts = 0
 
 
 def _rows(part: SequenceSlice) -> Iterator[SequenceSlice]:

@@ -211,8 +211,9 @@ class PassRunner:
         """Grammars without a valid next token; only the sampling rank has the state of the grammars."""
         if NO_TOKEN not in tokens:
             return {}
-        guides = [self._requests[part.sequence.request_id].guide for part in slices if part.samples]
-        return {row: guide.failure for row, guide in enumerate(guides) if guide is not None and guide.failure}
+        guides = (self._requests[part.sequence.request_id].guide for part in slices if part.samples)
+        failed = zip(range(len(tokens)), tokens, guides, strict=True)
+        return {row: guide.failure for row, token, guide in failed if token == NO_TOKEN and guide and guide.failure}
 
     def _settle(self, done: _Pass) -> None:
         output = done.output()
@@ -249,8 +250,8 @@ class PassRunner:
         """Keep the tokens sampled after drafts that were right themselves."""
         accepted = 0
         while accepted < len(part.drafts) and part.drafts[accepted] == sampled[accepted]:
-            if part.sequence not in self._scheduler:
-                break  # The request has ended.
+            if part.sequence not in self._scheduler or sampled[accepted + 1] == NO_TOKEN:
+                break  # The request has ended, or the next pass finds out why there is no token.
             accepted += 1
             self._scheduler.accept_draft(part.sequence)
             self._settle_one(tracked, part, sampled[accepted], [])

@@ -230,7 +230,8 @@ class Scheduler:
         drafted: list[SequenceSlice] = []
         for part in slices:
             sequence = part.sequence
-            if sequence.lookup is not None and part.length == 1 and part.samples:
+            may_draft = part.length == 1 and part.samples and not sequence.mask_milliseconds
+            if may_draft and sequence.lookup is not None:
                 known = len(sequence.tokens)
                 room = min(len(sequence.blocks) * self.limits.block_size_tokens, sequence.max_length - 1) - known
                 part = part._replace(drafts=sequence.lookup.propose(sequence.tokens, min(room, budget)))

@@ -49,6 +49,8 @@ class Sequence:
     """The experts to choose for its first tokens, as `ExpertRouting.parse` returns them."""
     lookup: PromptLookup | None = None
     """Drafts its next tokens, if that is permitted."""
+    num_drafts: int = 0
+    """Number of its last tokens that are drafts, while a pass computes them."""
     row: int | None = None
     """Its row in the context's tables while it runs."""
     num_evictions: int = 0
@@ -62,6 +64,11 @@ class Sequence:
     def order(self) -> tuple[int, int]:
         """Lower values are served first."""
         return self.priority, self.arrival
+
+    @property
+    def num_known(self) -> int:
+        """Number of tokens without drafts."""
+        return len(self.tokens) - self.num_drafts
 
     @property
     def num_left(self) -> int:

@@ -57,7 +57,8 @@ class GrammarFilter(LogitsFilter[GrammarMask]):
         for index, (sequence, length) in enumerate(draws.prefixes):
             guide = self._guides.get(sequence.row) if sequence.row is not None else None
             if guide is not None:
-                found[index] = guide.after(sequence.tokens, length, self._vocab_size)
+                drafts = max(length - sequence.num_known, 0)
+                found[index] = guide.after(sequence.tokens, length, self._vocab_size, num_drafts=drafts)
                 if guide.mask_milliseconds:
                     times[index] = guide.mask_milliseconds
         return GrammarMask(np.array([*found], np.int64), np.stack([*found.values()]), times) if found else None
