@@ -94,6 +94,10 @@ KINDS: dict[str, tuple[Quantize, dict[str, Any]]] = {
         to_float8((1, 0), further={"input_scale_ub": torch.tensor([1200.0])}),
         {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]},
     ),
+    "modelopt": (
+        to_float8(scale_shape=(), further={"input_scale": torch.tensor(0.5), "v_scale": torch.tensor(1.0)}),
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": None},
+    ),
     "compressed, a tensor": (to_float8(scale_shape=(1,), scale_dtype=torch.bfloat16), compressed("tensor")),
     "compressed, channels": (to_float8((1, 0)), compressed("channel")),
     "compressed, blocks": (to_float8((128, 128)), compressed("block", block_structure=[128, 128])),
@@ -272,7 +276,8 @@ def test_tensors_that_do_not_fit_are_named(change: dict[str, Any], said: str, sa
             "quantization_config.quant_method is 'bitsandbytes', the known ones are fp8",
         ),
         ({"bits": 4}, "quantization_config.quant_method is None, the known ones are fp8"),
-        ({"quant_method": "mxfp4"}, "is 'mxfp4', the known ones are fp8, fbgemm_fp8, compressed-tensors"),
+        ({"quant_method": "mxfp4"}, "is 'mxfp4', the known ones are fp8, fbgemm_fp8, modelopt, compressed-tensors"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4', only 'FP8' is supported"),
         (BLOCKS | {"weight_block_size": [128]}, "weight_block_size is [128], expected two numbers above 0"),
         (BLOCKS | {"weight_block_size": [128, "a"]}, "weight_block_size is 'a', expected an integer"),
         (

@@ -248,6 +248,8 @@ UP = "model.layers.1.mlp.up_proj"
         ("packed int4 with zero points", {f"{UP}.weight_zero_point": None}, f"tensor {UP}.weight_zero_point missing"),
         ("packed int4 with zero points", {f"{UP}.weight_zero_point": torch.ones(3, 3).int()}, "requires [20, 3]"),
         ("packed int4, shuffled groups", {f"{UP}.weight_g_idx": torch.ones(3).int()}, "the number of columns requires"),
+        ("packed int4, shuffled groups", {f"{UP}.weight_g_idx": None}, f"tensor {UP}.weight_g_idx missing"),
+        ("gptq int4, shuffled groups", {f"{UP}.g_idx": None}, f"tensor {UP}.g_idx missing"),
         (
             "int8, rows",
             {f"{UP}.weight_scale": torch.ones(7, 1)},
@@ -300,6 +302,17 @@ def test_settings_that_are_not_supported_are_named(
     save_model(tmp_path / "it", "Llama", **LLAMA)
     pair = quantize_folder(tmp_path / "it", to_gptq(4, 32), settings)
     with pytest.raises(CheckpointError, match=re.escape(said)):
+        inspect_checkpoint(pair.quantized)
+
+
+def test_a_target_that_is_no_expression_is_named(tmp_path: Path, save_model: Any) -> None:
+    save_model(tmp_path / "it", "Llama", **LLAMA)
+    settings = compressed("pack-quantized", 4, 32)
+    settings["config_groups"]["group_0"]["targets"] = ["re:("]
+    pair = quantize_folder(tmp_path / "it", to_packed(4, 32), settings)
+    with pytest.raises(
+        CheckpointError, match=r"config_groups.group_0.targets has 're:\(', which is no regular expression"
+    ):
         inspect_checkpoint(pair.quantized)
 
 

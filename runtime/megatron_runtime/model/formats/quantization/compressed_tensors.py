@@ -16,6 +16,8 @@ from megatron_runtime.model.formats.quantization.stored_matrix import StoredMatr
 _CONFIG = "quantization_config"
 _FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized", "dense", "mixed-precision")
 _BITS = {"float": (8,), "int": (4, 8)}
+_ANY_ORDER = ("group", "dynamic")
+"""Values of ``actorder``."""
 _STRATEGIES = ("tensor", "channel", "group", "block")
 _REMEDY = "Choose a checkpoint of another kind, such as a GGUF file or one that isn't quantized"
 
@@ -30,6 +32,8 @@ class WeightScheme:
     """Names of modules, ``re:`` and a regular expression for them, or classes such as ``Linear``."""
     bits: int
     symmetric: bool
+    in_any_order: bool
+    """Whether groups are of columns in any order, which ``weight_g_idx`` has."""
     block: tuple[int, int] | None
     """Rows and columns that share a scale; None: all, or a row, as the shape of the scales says."""
 
@@ -49,6 +53,8 @@ class CompressedCheckpoint:
             return None
         scheme = self._scheme(module)
         by = f"{scheme.field}.{'block_structure' if scheme.block and scheme.block[0] > 1 else 'group_size'}"
+        if scheme.in_any_order:
+            module.tensor("weight_g_idx")  # without it, the weights would be wrong
         if "weight_packed" in module.tensors:
             return packed_matrix(module, scheme.bits, scheme.block, by, symmetric=scheme.symmetric)
         if module.tensor("weight").kind == "I8":
@@ -114,7 +120,7 @@ def _scheme_of(path: Any, field: str, group: Any) -> WeightScheme | None:
     within = ConfigFields(path, {field: group}).get(field, MISSING, dict)
     fields = ConfigFields(path, {f"{field}.{name}": value for name, value in within.items()})
     _check_format(fields, f"{field}.format")
-    targets = fields.get(f"{field}.targets", MISSING, list)
+    targets = _targets(fields, f"{field}.targets")
     if (weights := fields.get(f"{field}.weights", None, dict)) is None:
         return None
     field = f"{field}.weights"
@@ -126,7 +132,22 @@ def _scheme_of(path: Any, field: str, group: Any) -> WeightScheme | None:
             f"{path}: {field}.type is {kind!r} with {field}.num_bits {bits}, the known ones are {listed}. {_REMEDY}"
         )
     symmetric = fields.get(f"{field}.symmetric", True, bool)
-    return WeightScheme(field, tuple(map(str, targets)), bits, symmetric, _block(fields, field))
+    # Some files have true and false in place of names.
+    in_any_order = weights.get("actorder") in (*_ANY_ORDER, True)
+    return WeightScheme(field, targets, bits, symmetric, in_any_order, _block(fields, field))
+
+
+def _targets(fields: ConfigFields, name: str) -> tuple[str, ...]:
+    """Those of a group. Raises CheckpointError if one is no name and no regular expression."""
+    targets = fields.numbers(name, str)
+    for target in targets:
+        try:
+            re.compile(target.removeprefix("re:"))
+        except re.error as error:
+            raise CheckpointError(
+                f"{fields.path}: {name} has {target!r}, which is no regular expression ({error}). Fetch the file again"
+            ) from None
+    return targets
 
 
 def _block(fields: ConfigFields, field: str) -> tuple[int, int] | None:

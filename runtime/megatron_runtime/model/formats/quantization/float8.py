@@ -67,7 +67,7 @@ def float8_matrix(module: StoredModule, block: tuple[int, int] | None, by: str) 
 
 @dataclass(frozen=True)
 class Float8Checkpoint:
-    """``quant_method`` is ``fp8`` (DeepSeek, Qwen, MiniMax, Mistral, AutoFP8) or ``fbgemm_fp8``.
+    """``quant_method`` is ``fp8`` (DeepSeek, Qwen, MiniMax, Mistral, AutoFP8), ``fbgemm_fp8`` or ``modelopt``.
 
     Modules that ``modules_to_not_convert`` or ``ignored_layers`` lists are stored as plain numbers, which their stored
     types say.
@@ -85,6 +85,7 @@ class Float8Checkpoint:
 
 def float8_checkpoint(fields: ConfigFields) -> Float8Checkpoint:
     """From the fields of ``quantization_config``. Raises CheckpointError if one is not supported."""
+    fields.refuse("quantization_config.quant_algo", "FP8")  # of modelopt, which has others
     name = "quantization_config.weight_block_size"
     block = fields.numbers(name, int)
     if block and (len(block) != 2 or min(block) < 1):

@@ -116,7 +116,7 @@ class GptqCheckpoint:
         module.check_type("scales", SCALE_TYPES)
         for ending in ("qweight", "qzeros"):
             module.check_type(ending, ("I32",))
-        if "g_idx" in module.tensors:
+        if self.in_any_order or "g_idx" in module.tensors:
             module.check("g_idx", (columns,), f"{_CONFIG}.bits")
         return GptqMatrix(module, width, self)
 

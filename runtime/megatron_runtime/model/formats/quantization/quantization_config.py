@@ -38,6 +38,7 @@ class Quantization(Protocol):
 _METHODS: Mapping[str, Callable[[ConfigFields], Quantization]] = {
     "fp8": float8_checkpoint,
     "fbgemm_fp8": float8_checkpoint,
+    "modelopt": float8_checkpoint,
     "compressed-tensors": compressed_checkpoint,
     "gptq": gptq_checkpoint,
     "awq": awq_checkpoint,
