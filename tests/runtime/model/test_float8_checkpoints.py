@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 import torch
 from runtime_support import model_scenarios
-from runtime_support.quantized_safetensors import Quantize, QuantizedPair, quantize_folder, to_float8
+from runtime_support.quantized_safetensors import (
+    Quantize,
+    QuantizedPair,
+    assert_same_weights,
+    quantize_folder,
+    to_float8,
+)
 from runtime_support.rank_processes import run_ranks
 from runtime_support.reference_models import CLOSE
 from safetensors.torch import load_file, save_file
@@ -116,13 +122,6 @@ def save(tmp_path: Path, save_model: Any) -> Any:
         return quantize_folder(tmp_path / family, quantize, settings, **options)
 
     return write
-
-
-def assert_same_weights(pair: QuantizedPair, dtype: str = "float32") -> None:
-    ours, expected = (load_model(path, dtype=dtype).destinations() for path in (pair.quantized, pair.plain))
-    assert ours.keys() == expected.keys()
-    assert pair.weights
-    assert {name for name, weights in expected.items() if not torch.equal(ours[name], weights)} == set()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,6 +13,8 @@ from runtime_support.paged_requests import PagedRequests
 from runtime_support.quantized_safetensors import (
     Quantize,
     QuantizedPair,
+    compressed_config,
+    gptq_config,
     quantize_folder,
     to_awq,
     to_float8,
@@ -63,57 +65,45 @@ TOKENS = list(range(1, 20))
 CPU = torch.device("cpu")
 
 
-def compressed(form: str, bits: int, group: int, **weights: Any) -> dict[str, Any]:
-    """The configuration of compressed-tensors."""
-    strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
-    scheme = {"num_bits": bits, "type": "int", "symmetric": True} | strategy | weights
-    group_0 = {"targets": ["Linear"], "weights": scheme}
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group_0}}
-
-
-def gptq(bits: int, group: int, **settings: Any) -> dict[str, Any]:
-    return {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": True, "desc_act": False} | settings
-
-
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
 KEPT: dict[str, tuple[Quantize, dict[str, Any], str]] = {
-    "int4, groups of 32": (to_packed(4, 32), compressed("pack-quantized", 4, 32), "int4 in groups of 32"),
-    "int4, rows": (to_packed(4, 0), compressed("pack-quantized", 4, 0), "int4 by rows"),
+    "int4, groups of 32": (to_packed(4, 32), compressed_config("pack-quantized", 4, 32), "int4 in groups of 32"),
+    "int4, rows": (to_packed(4, 0), compressed_config("pack-quantized", 4, 0), "int4 by rows"),
     "int4, zero points": (
         to_packed(4, 64, symmetric=False),
-        compressed("pack-quantized", 4, 64, symmetric=False),
+        compressed_config("pack-quantized", 4, 64, symmetric=False),
         "int4 in groups of 64 with zero points",
     ),
-    "int8, rows": (to_int8(0), compressed("int-quantized", 8, 0), "int8 by rows"),
-    "int8 in words": (to_packed(8, 128), compressed("pack-quantized", 8, 128), "int8 in groups of 128"),
-    "gptq": (to_gptq(4, 128), gptq(4, 128), "GPTQ int4 in groups of 128"),
+    "int8, rows": (to_int8(0), compressed_config("int-quantized", 8, 0), "int8 by rows"),
+    "int8 in words": (to_packed(8, 128), compressed_config("pack-quantized", 8, 128), "int8 in groups of 128"),
+    "gptq": (to_gptq(4, 128), gptq_config(4, 128), "GPTQ int4 in groups of 128"),
     "gptq, zero points": (
         to_gptq(4, 64, symmetric=False),
-        gptq(4, 64, sym=False),
+        gptq_config(4, 64, sym=False),
         "GPTQ int4 in groups of 64 with zero points",
     ),
-    "gptq int8": (to_gptq(8, 0, version=2), gptq(8, -1, checkpoint_format="gptq_v2"), "GPTQ int8 by rows"),
+    "gptq int8": (to_gptq(8, 0, version=2), gptq_config(8, -1, checkpoint_format="gptq_v2"), "GPTQ int8 by rows"),
     "awq": (to_awq(128), AWQ, "AWQ int4 in groups of 128 with zero points"),
 }
 EXPANDED: dict[str, tuple[Quantize, dict[str, Any], str]] = {
     "groups that blocks do not divide": (
         to_packed(4, 16),
-        compressed("pack-quantized", 4, 16),
+        compressed_config("pack-quantized", 4, 16),
         "int4 in groups of 16",
     ),
     "columns in any order": (
         to_gptq(4, 32, shuffled=True),
-        gptq(4, 32, desc_act=True),
+        gptq_config(4, 32, desc_act=True),
         "GPTQ int4 in groups of 32 of columns in any order",
     ),
     "shuffled columns": (
         to_packed(4, 32, shuffled=True),
-        compressed("pack-quantized", 4, 32, actorder="group"),
+        compressed_config("pack-quantized", 4, 32, actorder="group"),
         "int4 in groups of 32 of columns in any order",
     ),
     "int8 with zero points": (
         to_int8(0, symmetric=False),
-        compressed("int-quantized", 8, 0, symmetric=False),
+        compressed_config("int-quantized", 8, 0, symmetric=False),
         "int8 by rows with zero points",
     ),
     "fp8": (to_float8((1, 0)), {"quant_method": "fbgemm_fp8"}, "F8_E4M3"),
