@@ -205,6 +205,28 @@ def test_ranks_divide_quantized_matrices(name: str, save: Any) -> None:
     assert first["answers"].tokens == first["brought back"].tokens == second["answers"].tokens
 
 
+def test_a_quantized_head_stays_so(tmp_path: Path, save_model: Any) -> None:
+    save_model(tmp_path / "it", "Llama", **(SIZES | {"vocab_size": 72}))
+    pair = quantize_folder(tmp_path / "it", to_gptq(4, 64), gptq_config(4, 64, lm_head=True), also=("lm_head.weight",))
+    decoder = keep(pair.quantized)
+    assert isinstance(decoder.head._packed, QuantizedLinear)
+    assert torch.equal(decoder.destinations()["lm_head.weight"].double(), pair.weights["lm_head.weight"])
+    made, exact = logits(decoder, TOKENS), logits(load_model(pair.plain, dtype="float32"), TOKENS)
+    assert float(((made - exact).norm(dim=-1) / exact.norm(dim=-1)).max()) < 0.03
+
+
+def test_a_router_is_expanded(tmp_path: Path, save_model: Any) -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    save_model(tmp_path / "it", "Qwen3Moe", **(SIZES | experts))
+    pair = quantize_folder(tmp_path / "it", to_gptq(4, 64), gptq_config(4, 64), also=("mlp.gate.weight",))
+    decoder, source = keep(pair.quantized), inspect_checkpoint(pair.quantized).source
+    router = decoder.layers[0].feed_forward.router.linear
+    assert torch.equal(router.weight.double(), pair.weights["model.layers.0.mlp.gate.weight"])
+    assert not isinstance(router, QuantizedLinear)
+    matrices = {matrix: None for linear in quantized_linears(decoder) for matrix in linear.matrices}
+    assert kept_weights(Shard(decoder.config), source).num_bytes == sum(matrix.num_bytes for matrix in matrices)
+
+
 def test_released_weights_stay_quantized(save: Any) -> None:
     quantize, settings, _ = KEPT["int8, rows"]
     decoder = keep(save(quantize, settings).quantized, "bfloat16")

@@ -31,20 +31,23 @@ class QuantizedPair:
     """The weights of the quantized matrices, float64, by name."""
 
 
-def quantize_folder(plain: Path, quantize: Quantize, settings: dict[str, Any], *, files: int = 1) -> QuantizedPair:
+def quantize_folder(
+    plain: Path, quantize: Quantize, settings: dict[str, Any], *, files: int = 1, also: tuple[str, ...] = ()
+) -> QuantizedPair:
     """Quantize all linear layers of the checkpoint in ``plain``, whose weights become those of the quantized one.
 
     Args:
         plain: Holds a ``model.safetensors``, which is rewritten.
         quantize: For each matrix.
         settings: Becomes the ``quantization_config``.
+        also: Ends of the names of other matrices to quantize.
         files: Number of files of the result. Tensors of one matrix may be in several.
     """
     tensors = load_file(plain / "model.safetensors")
     stored: Tensors = {}
     weights: Tensors = {}
     for name, tensor in tensors.items():
-        if tensor.dim() != 2 or not name.endswith(".weight") or _PLAIN.search(name):
+        if tensor.dim() != 2 or not name.endswith(".weight") or (_PLAIN.search(name) and not name.endswith(also)):
             stored[name] = tensor
             continue
         coded, weights[name] = quantize(tensor)
