@@ -14,8 +14,6 @@ from typing import ClassVar
 
 import pytest
 
-from megatron_runtime.launch.options import ModelSource
-
 COMMIT = "1" * 40
 FIRST, SECOND = "Q8/model-Q8_0-00001-of-00002.gguf", "Q8/model-Q8_0-00002-of-00002.gguf"
 FILES = {"model-Q4_K_M.gguf": b"GGUF a", FIRST: b"GGUF b", SECOND: b"GGUF c", "README.md": b"words"}
@@ -102,16 +100,3 @@ def test_a_file_or_repository_that_does_not_exist_is_named(
     assert "repository other.gguf of owner/quantized: has no such file. Check its name" in done.stderr
     assert "does not exist, or is private" in fetch("owner/missing", "--file", "other.gguf").stderr
     assert "--file other.gguf: requires the argument REPO" in fetch("--file", "other.gguf").stderr
-
-
-@pytest.mark.parametrize(
-    ("file", "name"),
-    [
-        ("model.gguf", "model"),
-        ("a/model-Q8_0-00001-of-00002.gguf", "model-Q8_0"),
-        ("model-0001-of-0002.gguf", "model-0001-of-0002"),
-        ("a/folder-1.5", "folder-1.5"),
-    ],
-)
-def test_a_model_has_the_name_of_its_file_without_the_part(file: str, name: str) -> None:
-    assert ModelSource(path=Path(file)).name == name
