@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 import torch
 from runtime_support import model_scenarios
-from runtime_support.quantized_safetensors import Quantize, QuantizedPair, quantize_folder, to_float8
+from runtime_support.quantized_safetensors import (
+    Quantize,
+    QuantizedPair,
+    assert_same_weights,
+    quantize_folder,
+    to_float8,
+)
 from runtime_support.rank_processes import run_ranks
 from runtime_support.reference_models import CLOSE
 from safetensors.torch import load_file, save_file
@@ -94,6 +100,10 @@ KINDS: dict[str, tuple[Quantize, dict[str, Any]]] = {
         to_float8((1, 0), further={"input_scale_ub": torch.tensor([1200.0])}),
         {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]},
     ),
+    "modelopt": (
+        to_float8(scale_shape=(), further={"input_scale": torch.tensor(0.5), "v_scale": torch.tensor(1.0)}),
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": None},
+    ),
     "compressed, a tensor": (to_float8(scale_shape=(1,), scale_dtype=torch.bfloat16), compressed("tensor")),
     "compressed, channels": (to_float8((1, 0)), compressed("channel")),
     "compressed, blocks": (to_float8((128, 128)), compressed("block", block_structure=[128, 128])),
@@ -112,13 +122,6 @@ def save(tmp_path: Path, save_model: Any) -> Any:
         return quantize_folder(tmp_path / family, quantize, settings, **options)
 
     return write
-
-
-def assert_same_weights(pair: QuantizedPair, dtype: str = "float32") -> None:
-    ours, expected = (load_model(path, dtype=dtype).destinations() for path in (pair.quantized, pair.plain))
-    assert ours.keys() == expected.keys()
-    assert pair.weights
-    assert {name for name, weights in expected.items() if not torch.equal(ours[name], weights)} == set()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -272,7 +275,8 @@ def test_tensors_that_do_not_fit_are_named(change: dict[str, Any], said: str, sa
             "quantization_config.quant_method is 'bitsandbytes', the known ones are fp8",
         ),
         ({"bits": 4}, "quantization_config.quant_method is None, the known ones are fp8"),
-        ({"quant_method": "mxfp4"}, "is 'mxfp4', the known ones are fp8, fbgemm_fp8, compressed-tensors"),
+        ({"quant_method": "mxfp4"}, "is 'mxfp4', the known ones are fp8, fbgemm_fp8, modelopt, compressed-tensors"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4', only 'FP8' is supported"),
         (BLOCKS | {"weight_block_size": [128]}, "weight_block_size is [128], expected two numbers above 0"),
         (BLOCKS | {"weight_block_size": [128, "a"]}, "weight_block_size is 'a', expected an integer"),
         (

@@ -13,6 +13,10 @@ from runtime_support import model_scenarios
 from runtime_support.quantized_safetensors import (
     Quantize,
     QuantizedPair,
+    assert_same_weights,
+    compressed_config,
+    edit_tensors,
+    gptq_config,
     quantize_folder,
     to_awq,
     to_gptq,
@@ -21,7 +25,7 @@ from runtime_support.quantized_safetensors import (
 )
 from runtime_support.rank_processes import run_ranks
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from suite_support.worker import free_port
 
 from megatron_runtime.errors import CheckpointError
@@ -54,58 +58,42 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def compressed(form: str, bits: int, group: int, **weights: Any) -> dict[str, Any]:
-    """The configuration of compressed-tensors for integers."""
-    strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "channel", "group_size": None}
-    scheme = {"num_bits": bits, "type": "int", "symmetric": True} | strategy | weights
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme, "input_activations": None}},
-        "ignore": ["lm_head", "re:.*gate$"],
-    }
-
-
-def gptq(bits: int, group: int, **settings: Any) -> dict[str, Any]:
-    return {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": True, "desc_act": False} | settings
-
-
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 KINDS: dict[str, tuple[Quantize, dict[str, Any]]] = {
-    "packed int4, groups": (to_packed(4, 32), compressed("pack-quantized", 4, 32)),
-    "packed int4, rows": (to_packed(4, 0, dtype=torch.float16), compressed("pack-quantized", 4, 0)),
+    "packed int4, groups": (to_packed(4, 32), compressed_config("pack-quantized", 4, 32)),
+    "packed int4, rows": (to_packed(4, 0, dtype=torch.float16), compressed_config("pack-quantized", 4, 0)),
     "packed int4 with zero points": (
         to_packed(4, 32, symmetric=False),
-        compressed("pack-quantized", 4, 32, symmetric=False),
+        compressed_config("pack-quantized", 4, 32, symmetric=False),
     ),
     "packed int4 with zero points that are not packed": (
         to_packed(4, 32, symmetric=False, packs_zeros=False),
-        compressed("pack-quantized", 4, 32, symmetric=False),
+        compressed_config("pack-quantized", 4, 32, symmetric=False),
     ),
     "packed int4, shuffled groups": (
         to_packed(4, 32, symmetric=False, shuffled=True),
-        compressed("pack-quantized", 4, 32, symmetric=False, actorder="group"),
+        compressed_config("pack-quantized", 4, 32, symmetric=False, actorder="group"),
     ),
-    "packed int8, groups": (to_packed(8, 16), compressed("pack-quantized", 8, 16)),
+    "packed int8, groups": (to_packed(8, 16), compressed_config("pack-quantized", 8, 16)),
     "packed int8 with zero points": (
         to_packed(8, 0, symmetric=False),
-        compressed("pack-quantized", 8, 0, symmetric=False),
+        compressed_config("pack-quantized", 8, 0, symmetric=False),
     ),
-    "int8, rows": (to_int8(0), compressed("int-quantized", 8, 0, dynamic=False)),
+    "int8, rows": (to_int8(0), compressed_config("int-quantized", 8, 0, dynamic=False)),
     "int8, groups with zero points": (
         to_int8(32, symmetric=False, dtype=torch.bfloat16),
-        compressed("int-quantized", 8, 32, symmetric=False),
+        compressed_config("int-quantized", 8, 32, symmetric=False),
     ),
-    "gptq int4": (to_gptq(4, 32), gptq(4, 32)),
+    "gptq int4": (to_gptq(4, 32), gptq_config(4, 32)),
     "gptq int4, version 2": (
         to_gptq(4, 32, symmetric=False, version=2),
-        gptq(4, 32, sym=False, checkpoint_format="gptq_v2"),
+        gptq_config(4, 32, sym=False, checkpoint_format="gptq_v2"),
     ),
-    "gptq int4 with zero points": (to_gptq(4, 16, symmetric=False), gptq(4, 16, sym=False)),
-    "gptq int4, shuffled groups": (to_gptq(4, 32, symmetric=False, shuffled=True), gptq(4, 32, desc_act=True)),
-    "gptq int4, rows": (to_gptq(4, 0, has_index=False), gptq(4, -1)),
-    "gptq int8": (to_gptq(8, 32, symmetric=False), gptq(8, 32, sym=False)),
-    "gptq int8, version 2": (to_gptq(8, 0, version=2), gptq(8, -1, checkpoint_format="gptq_v2")),
+    "gptq int4 with zero points": (to_gptq(4, 16, symmetric=False), gptq_config(4, 16, sym=False)),
+    "gptq int4, shuffled groups": (to_gptq(4, 32, symmetric=False, shuffled=True), gptq_config(4, 32, desc_act=True)),
+    "gptq int4, rows": (to_gptq(4, 0, has_index=False), gptq_config(4, -1)),
+    "gptq int8": (to_gptq(8, 32, symmetric=False), gptq_config(8, 32, sym=False)),
+    "gptq int8, version 2": (to_gptq(8, 0, version=2), gptq_config(8, -1, checkpoint_format="gptq_v2")),
     "awq": (to_awq(32), AWQ),
     "awq, rows": (to_awq(0), AWQ | {"group_size": -1}),
 }
@@ -122,18 +110,6 @@ def save(tmp_path: Path, save_model: Any) -> Any:
         return quantize_folder(folder, *KINDS[kind], **options)
 
     return write
-
-
-def edit(pair: QuantizedPair, change: dict[str, Any]) -> None:
-    tensors = load_file(pair.quantized / "model.safetensors") | change
-    save_file({name: each for name, each in tensors.items() if each is not None}, pair.quantized / "model.safetensors")
-
-
-def assert_same_weights(pair: QuantizedPair, dtype: str = "float32") -> None:
-    ours, expected = (load_model(path, dtype=dtype).destinations() for path in (pair.quantized, pair.plain))
-    assert ours.keys() == expected.keys()
-    assert pair.weights
-    assert {name for name, weights in expected.items() if not torch.equal(ours[name], weights)} == set()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -182,27 +158,15 @@ def test_matrices_that_libraries_wrote_have_their_weights(name: str, tmp_path: P
 
 def test_a_row_may_end_within_a_word(tmp_path: Path, save_model: Any) -> None:
     save_model(tmp_path / "it", "Llama", **(LLAMA | {"intermediate_size": 99}))
-    pair = quantize_folder(tmp_path / "it", to_packed(4, 0), compressed("pack-quantized", 4, 0))
-    assert_same_weights(pair)
-
-
-def test_groups_of_modules_have_their_own_schemes(tmp_path: Path, save_model: Any) -> None:
-    save_model(tmp_path / "it", "Llama", **LLAMA)
-    settings = compressed("pack-quantized", 4, 32)
-    wide = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
-    settings["config_groups"]["group_1"] = {"targets": ["re:.*down_proj$"], "weights": wide}
-    narrow, other = to_packed(4, 32), to_packed(8, 0)
-    pair = quantize_folder(
-        tmp_path / "it", lambda matrix: (other if matrix.shape == (96, 160) else narrow)(matrix), settings
-    )
+    pair = quantize_folder(tmp_path / "it", to_packed(4, 0), compressed_config("pack-quantized", 4, 0))
     assert_same_weights(pair)
 
 
 def test_biases_of_zeros_that_the_configuration_does_not_have_are_ignored(save: Any) -> None:
     pair = save("llama", "gptq int4")
-    edit(pair, {"model.layers.1.mlp.up_proj.bias": torch.zeros(160)})
+    edit_tensors(pair, {"model.layers.1.mlp.up_proj.bias": torch.zeros(160)})
     assert_same_weights(pair)
-    edit(pair, {"model.layers.1.mlp.up_proj.bias": torch.full((160,), 0.5)})
+    edit_tensors(pair, {"model.layers.1.mlp.up_proj.bias": torch.full((160,), 0.5)})
     with pytest.raises(CheckpointError, match=r"up_proj\.bias isn't zero, but the configuration has no such bias"):
         load_model(pair.quantized)
 
@@ -248,6 +212,8 @@ UP = "model.layers.1.mlp.up_proj"
         ("packed int4 with zero points", {f"{UP}.weight_zero_point": None}, f"tensor {UP}.weight_zero_point missing"),
         ("packed int4 with zero points", {f"{UP}.weight_zero_point": torch.ones(3, 3).int()}, "requires [20, 3]"),
         ("packed int4, shuffled groups", {f"{UP}.weight_g_idx": torch.ones(3).int()}, "the number of columns requires"),
+        ("packed int4, shuffled groups", {f"{UP}.weight_g_idx": None}, f"tensor {UP}.weight_g_idx missing"),
+        ("gptq int4, shuffled groups", {f"{UP}.g_idx": None}, f"tensor {UP}.g_idx missing"),
         (
             "int8, rows",
             {f"{UP}.weight_scale": torch.ones(7, 1)},
@@ -258,7 +224,7 @@ UP = "model.layers.1.mlp.up_proj"
 )
 def test_tensors_that_do_not_fit_are_named(kind: str, change: dict[str, Any], said: str, save: Any) -> None:
     pair = save("llama", kind)
-    edit(pair, change)
+    edit_tensors(pair, change)
     with pytest.raises(CheckpointError, match=re.escape(said)):
         inspect_checkpoint(pair.quantized)
 
@@ -266,46 +232,12 @@ def test_tensors_that_do_not_fit_are_named(kind: str, change: dict[str, Any], sa
 @pytest.mark.parametrize(("kind", "name"), [("gptq int4", "g_idx"), ("packed int4, shuffled groups", "weight_g_idx")])
 def test_groups_that_do_not_exist_are_named(kind: str, name: str, save: Any) -> None:
     pair = save("llama", kind)
-    edit(pair, {f"{UP}.{name}": torch.arange(96).int() // 24})
+    edit_tensors(pair, {f"{UP}.{name}": torch.arange(96).int() // 24})
     with pytest.raises(CheckpointError, match=rf"up_proj\.{name} has numbers from 0 to 3 for 3 groups"):
         load_model(pair.quantized)
 
 
 def test_an_unused_index_means_consecutive_groups(save: Any) -> None:
     pair = save("llama", "packed int4, groups")
-    edit(pair, {f"{UP}.weight_g_idx": torch.full((96,), -1, dtype=torch.int32)})
-    assert_same_weights(pair)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (gptq(3, 32), "quantization_config.bits is 3, expected 4 or 8"),
-        (gptq(4, 0), "quantization_config.group_size is 0, expected -1, or 1 or more"),
-        (gptq(4, 32, checkpoint_format="marlin"), "checkpoint_format is 'marlin', expected one of gptq, gptq_v2"),
-        (gptq(4, 32, is_marlin_format=True), "quantization_config.is_marlin_format is True, only False is supported"),
-        (gptq(4, 32, pack_dtype="int16"), "quantization_config.pack_dtype is 'int16', only 'int32' is supported"),
-        (gptq(4, 32, dynamic={"+:.*down.*": {"bits": 8}}), "dynamic has bits 8 for +:.*down.*, expected 4"),
-        (AWQ | {"bits": 8}, "quantization_config.bits is 8, expected 4"),
-        (AWQ | {"version": "gemv"}, "quantization_config.version is 'gemv', expected 'gemm'"),
-        (AWQ | {"backend": "llm-awq"}, "quantization_config.backend is 'llm-awq', only 'autoawq' is supported"),
-        (compressed("pack-quantized", 2, 32), "type is 'int' with quantization_config.config_groups.group_0"),
-        (compressed("marlin-24", 4, 32), "quantization_config.format is 'marlin-24', the known ones are"),
-    ],
-    ids=lambda value: "" if isinstance(value, dict) else value[:60],
-)
-def test_settings_that_are_not_supported_are_named(
-    settings: dict[str, Any], said: str, tmp_path: Path, save_model: Any
-) -> None:
-    save_model(tmp_path / "it", "Llama", **LLAMA)
-    pair = quantize_folder(tmp_path / "it", to_gptq(4, 32), settings)
-    with pytest.raises(CheckpointError, match=re.escape(said)):
-        inspect_checkpoint(pair.quantized)
-
-
-def test_modules_that_dynamic_leaves_out_are_plain(tmp_path: Path, save_model: Any) -> None:
-    save_model(tmp_path / "it", "Llama", **LLAMA)
-    pair = quantize_folder(tmp_path / "it", to_gptq(4, 32), gptq(4, 32, dynamic={"-:.*up_proj": {}}))
-    plain = {f"{UP}.weight": load_file(pair.plain / "model.safetensors")[f"{UP}.weight"]}
-    edit(pair, plain | dict.fromkeys((f"{UP}.{name}" for name in ("qweight", "qzeros", "scales", "g_idx")), None))
+    edit_tensors(pair, {f"{UP}.weight_g_idx": torch.full((96,), -1, dtype=torch.int32)})
     assert_same_weights(pair)

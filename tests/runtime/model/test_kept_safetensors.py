@@ -13,6 +13,8 @@ from runtime_support.paged_requests import PagedRequests
 from runtime_support.quantized_safetensors import (
     Quantize,
     QuantizedPair,
+    compressed_config,
+    gptq_config,
     quantize_folder,
     to_awq,
     to_float8,
@@ -63,57 +65,45 @@ TOKENS = list(range(1, 20))
 CPU = torch.device("cpu")
 
 
-def compressed(form: str, bits: int, group: int, **weights: Any) -> dict[str, Any]:
-    """The configuration of compressed-tensors."""
-    strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
-    scheme = {"num_bits": bits, "type": "int", "symmetric": True} | strategy | weights
-    group_0 = {"targets": ["Linear"], "weights": scheme}
-    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group_0}}
-
-
-def gptq(bits: int, group: int, **settings: Any) -> dict[str, Any]:
-    return {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": True, "desc_act": False} | settings
-
-
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
 KEPT: dict[str, tuple[Quantize, dict[str, Any], str]] = {
-    "int4, groups of 32": (to_packed(4, 32), compressed("pack-quantized", 4, 32), "int4 in groups of 32"),
-    "int4, rows": (to_packed(4, 0), compressed("pack-quantized", 4, 0), "int4 by rows"),
+    "int4, groups of 32": (to_packed(4, 32), compressed_config("pack-quantized", 4, 32), "int4 in groups of 32"),
+    "int4, rows": (to_packed(4, 0), compressed_config("pack-quantized", 4, 0), "int4 by rows"),
     "int4, zero points": (
         to_packed(4, 64, symmetric=False),
-        compressed("pack-quantized", 4, 64, symmetric=False),
+        compressed_config("pack-quantized", 4, 64, symmetric=False),
         "int4 in groups of 64 with zero points",
     ),
-    "int8, rows": (to_int8(0), compressed("int-quantized", 8, 0), "int8 by rows"),
-    "int8 in words": (to_packed(8, 128), compressed("pack-quantized", 8, 128), "int8 in groups of 128"),
-    "gptq": (to_gptq(4, 128), gptq(4, 128), "GPTQ int4 in groups of 128"),
+    "int8, rows": (to_int8(0), compressed_config("int-quantized", 8, 0), "int8 by rows"),
+    "int8 in words": (to_packed(8, 128), compressed_config("pack-quantized", 8, 128), "int8 in groups of 128"),
+    "gptq": (to_gptq(4, 128), gptq_config(4, 128), "GPTQ int4 in groups of 128"),
     "gptq, zero points": (
         to_gptq(4, 64, symmetric=False),
-        gptq(4, 64, sym=False),
+        gptq_config(4, 64, sym=False),
         "GPTQ int4 in groups of 64 with zero points",
     ),
-    "gptq int8": (to_gptq(8, 0, version=2), gptq(8, -1, checkpoint_format="gptq_v2"), "GPTQ int8 by rows"),
+    "gptq int8": (to_gptq(8, 0, version=2), gptq_config(8, -1, checkpoint_format="gptq_v2"), "GPTQ int8 by rows"),
     "awq": (to_awq(128), AWQ, "AWQ int4 in groups of 128 with zero points"),
 }
 EXPANDED: dict[str, tuple[Quantize, dict[str, Any], str]] = {
     "groups that blocks do not divide": (
         to_packed(4, 16),
-        compressed("pack-quantized", 4, 16),
+        compressed_config("pack-quantized", 4, 16),
         "int4 in groups of 16",
     ),
     "columns in any order": (
         to_gptq(4, 32, shuffled=True),
-        gptq(4, 32, desc_act=True),
+        gptq_config(4, 32, desc_act=True),
         "GPTQ int4 in groups of 32 of columns in any order",
     ),
     "shuffled columns": (
         to_packed(4, 32, shuffled=True),
-        compressed("pack-quantized", 4, 32, actorder="group"),
+        compressed_config("pack-quantized", 4, 32, actorder="group"),
         "int4 in groups of 32 of columns in any order",
     ),
     "int8 with zero points": (
         to_int8(0, symmetric=False),
-        compressed("int-quantized", 8, 0, symmetric=False),
+        compressed_config("int-quantized", 8, 0, symmetric=False),
         "int8 by rows with zero points",
     ),
     "fp8": (to_float8((1, 0)), {"quant_method": "fbgemm_fp8"}, "F8_E4M3"),
@@ -213,6 +203,28 @@ def test_ranks_divide_quantized_matrices(name: str, save: Any) -> None:
         parts = [said["weights"][tensor] for said in (first, second)]
         assert torch.equal(parts[0] if weights.dim() == 1 else torch.cat(parts, dim), weights), tensor
     assert first["answers"].tokens == first["brought back"].tokens == second["answers"].tokens
+
+
+def test_a_quantized_head_stays_so(tmp_path: Path, save_model: Any) -> None:
+    save_model(tmp_path / "it", "Llama", **(SIZES | {"vocab_size": 72}))
+    pair = quantize_folder(tmp_path / "it", to_gptq(4, 64), gptq_config(4, 64, lm_head=True), also=("lm_head.weight",))
+    decoder = keep(pair.quantized)
+    assert isinstance(decoder.head._packed, QuantizedLinear)
+    assert torch.equal(decoder.destinations()["lm_head.weight"].double(), pair.weights["lm_head.weight"])
+    made, exact = logits(decoder, TOKENS), logits(load_model(pair.plain, dtype="float32"), TOKENS)
+    assert float(((made - exact).norm(dim=-1) / exact.norm(dim=-1)).max()) < 0.03
+
+
+def test_a_router_is_expanded(tmp_path: Path, save_model: Any) -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    save_model(tmp_path / "it", "Qwen3Moe", **(SIZES | experts))
+    pair = quantize_folder(tmp_path / "it", to_gptq(4, 64), gptq_config(4, 64), also=("mlp.gate.weight",))
+    decoder, source = keep(pair.quantized), inspect_checkpoint(pair.quantized).source
+    router = decoder.layers[0].feed_forward.router.linear
+    assert torch.equal(router.weight.double(), pair.weights["model.layers.0.mlp.gate.weight"])
+    assert not isinstance(router, QuantizedLinear)
+    matrices = {matrix: None for linear in quantized_linears(decoder) for matrix in linear.matrices}
+    assert kept_weights(Shard(decoder.config), source).num_bytes == sum(matrix.num_bytes for matrix in matrices)
 
 
 def test_released_weights_stay_quantized(save: Any) -> None:

@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_runtime.model.checkpoint import load_model
+
 Tensors = dict[str, Tensor]
 Quantize = Callable[[Tensor], tuple[Tensors, Tensor]]
 """From a matrix [out, in] to its stored tensors, by the ends of their names, and the float64 weights that they mean."""
@@ -29,20 +31,23 @@ class QuantizedPair:
     """The weights of the quantized matrices, float64, by name."""
 
 
-def quantize_folder(plain: Path, quantize: Quantize, settings: dict[str, Any], *, files: int = 1) -> QuantizedPair:
+def quantize_folder(
+    plain: Path, quantize: Quantize, settings: dict[str, Any], *, files: int = 1, also: tuple[str, ...] = ()
+) -> QuantizedPair:
     """Quantize all linear layers of the checkpoint in ``plain``, whose weights become those of the quantized one.
 
     Args:
         plain: Holds a ``model.safetensors``, which is rewritten.
         quantize: For each matrix.
         settings: Becomes the ``quantization_config``.
+        also: Ends of the names of other matrices to quantize.
         files: Number of files of the result. Tensors of one matrix may be in several.
     """
     tensors = load_file(plain / "model.safetensors")
     stored: Tensors = {}
     weights: Tensors = {}
     for name, tensor in tensors.items():
-        if tensor.dim() != 2 or not name.endswith(".weight") or _PLAIN.search(name):
+        if tensor.dim() != 2 or not name.endswith(".weight") or (_PLAIN.search(name) and not name.endswith(also)):
             stored[name] = tensor
             continue
         coded, weights[name] = quantize(tensor)
@@ -234,3 +239,34 @@ def to_awq(group: int) -> Quantize:
         return stored, coded.weights
 
     return quantize
+
+
+def compressed_config(form: str, bits: int, group: int, **weights: Any) -> dict[str, Any]:
+    """A ``quantization_config`` of compressed-tensors for integers; a group of 0 is one for each row."""
+    strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "channel", "group_size": None}
+    scheme = {"num_bits": bits, "type": "int", "symmetric": True} | strategy | weights
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme, "input_activations": None}},
+        "ignore": ["lm_head", "re:.*gate$"],
+    }
+
+
+def gptq_config(bits: int, group: int, **settings: Any) -> dict[str, Any]:
+    """A ``quantization_config`` of GPTQ; a group of -1 is one for each row."""
+    return {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": True, "desc_act": False} | settings
+
+
+def assert_same_weights(pair: QuantizedPair, dtype: str = "float32") -> None:
+    """The quantized checkpoint has the weights of the plain one."""
+    ours, expected = (load_model(path, dtype=dtype).destinations() for path in (pair.quantized, pair.plain))
+    assert ours.keys() == expected.keys()
+    assert pair.weights
+    assert {name for name, weights in expected.items() if not torch.equal(ours[name], weights)} == set()
+
+
+def edit_tensors(pair: QuantizedPair, change: dict[str, Any]) -> None:
+    """Replace tensors of the quantized checkpoint; None removes one."""
+    tensors = load_file(pair.quantized / "model.safetensors") | change
+    save_file({name: each for name, each in tensors.items() if each is not None}, pair.quantized / "model.safetensors")

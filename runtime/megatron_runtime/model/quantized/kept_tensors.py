@@ -31,7 +31,7 @@ def _is_kept(name: str, shard: Shard, source: WeightSource, names: TensorNames) 
     if names.transposed or len(source.tensors[name].shape) != 2:
         return False
     stem = name.removesuffix(".weight")
-    if stem.endswith(f".{names.kv_up}"):  # not a linear layer
+    if stem.endswith((f".{names.kv_up}", f".{names.router}")):  # as their placements say
         return False
     part = _columns(stem, shard, names)
     is_whole = part is None or (part.start % BLOCK == 0 and len(part) % BLOCK == 0)

@@ -14,6 +14,8 @@ from megatron_runtime.model.formats.quantization.gptq import group_size
 from megatron_runtime.model.formats.quantization.integers import WORD, describe_groups, unpack, words_of
 from megatron_runtime.model.formats.quantization.kept_codes import coding_of
 from megatron_runtime.model.formats.quantization.stored_matrix import (
+    CONFIG,
+    REMEDY,
     SCALE_TYPES,
     QuantizedPart,
     Shape,
@@ -26,12 +28,10 @@ if TYPE_CHECKING:
 
     from megatron_runtime.model.formats.coded_rows import Coding
 
-_CONFIG = "quantization_config"
 _BITS = 4
 _PER_WORD = WORD // _BITS
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place of each code in a word, from the lowest bits."""
-_REMEDY = "Choose a checkpoint of another kind, such as a GGUF file or one that isn't quantized"
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class AwqCheckpoint:
         """As in Quantization."""
         columns, words = module.matrix_shape("qweight")
         width = columns if self.group_size == -1 else self.group_size
-        groups, by = -(-columns // width), f"{_CONFIG}.group_size"
+        groups, by = -(-columns // width), f"{CONFIG}.group_size"
         module.check("scales", (groups, words * _PER_WORD), by)
         module.check("qzeros", (groups, words), by)
         module.check_type("scales", SCALE_TYPES)
@@ -101,12 +101,12 @@ class AwqCheckpoint:
 
 def awq_checkpoint(fields: ConfigFields) -> AwqCheckpoint:
     """From the fields of ``quantization_config``. Raises CheckpointError if one is not supported."""
-    bits = fields.get(f"{_CONFIG}.bits", MISSING, int)
+    bits = fields.get(f"{CONFIG}.bits", MISSING, int)
     if bits != _BITS:
-        raise CheckpointError(f"{fields.path}: {_CONFIG}.bits is {bits}, expected 4. {_REMEDY}")
+        raise CheckpointError(f"{fields.path}: {CONFIG}.bits is {bits}, expected 4. {REMEDY}")
     for name in ("version", "checkpoint_format", "format"):
-        form = fields.get(f"{_CONFIG}.{name}", "gemm", str)
+        form = fields.get(f"{CONFIG}.{name}", "gemm", str)
         if form.lower() != "gemm":
-            raise CheckpointError(f"{fields.path}: {_CONFIG}.{name} is {form!r}, expected 'gemm'. {_REMEDY}")
-    fields.refuse(f"{_CONFIG}.backend", "autoawq")
+            raise CheckpointError(f"{fields.path}: {CONFIG}.{name} is {form!r}, expected 'gemm'. {REMEDY}")
+    fields.refuse(f"{CONFIG}.backend", "autoawq")
     return AwqCheckpoint(group_size(fields))

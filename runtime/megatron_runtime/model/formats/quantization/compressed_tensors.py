@@ -11,13 +11,13 @@ from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.formats.config_fields import MISSING, ConfigFields
 from megatron_runtime.model.formats.quantization.float8 import FLOAT8, float8_matrix
 from megatron_runtime.model.formats.quantization.integers import integer_matrix, packed_matrix
-from megatron_runtime.model.formats.quantization.stored_matrix import StoredMatrix, StoredModule
+from megatron_runtime.model.formats.quantization.stored_matrix import CONFIG, REMEDY, StoredMatrix, StoredModule
 
-_CONFIG = "quantization_config"
 _FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized", "dense", "mixed-precision")
 _BITS = {"float": (8,), "int": (4, 8)}
+_ANY_ORDER = ("group", "dynamic")
+"""Values of ``actorder``."""
 _STRATEGIES = ("tensor", "channel", "group", "block")
-_REMEDY = "Choose a checkpoint of another kind, such as a GGUF file or one that isn't quantized"
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class WeightScheme:
     """Names of modules, ``re:`` and a regular expression for them, or classes such as ``Linear``."""
     bits: int
     symmetric: bool
+    in_any_order: bool
+    """Whether groups are of columns in any order, which ``weight_g_idx`` has."""
     block: tuple[int, int] | None
     """Rows and columns that share a scale; None: all, or a row, as the shape of the scales says."""
 
@@ -49,6 +51,8 @@ class CompressedCheckpoint:
             return None
         scheme = self._scheme(module)
         by = f"{scheme.field}.{'block_structure' if scheme.block and scheme.block[0] > 1 else 'group_size'}"
+        if scheme.in_any_order:
+            module.tensor("weight_g_idx")  # without it, the weights would be wrong
         if "weight_packed" in module.tensors:
             return packed_matrix(module, scheme.bits, scheme.block, by, symmetric=scheme.symmetric)
         if module.tensor("weight").kind == "I8":
@@ -65,7 +69,7 @@ class CompressedCheckpoint:
         ]
         if not ranked:
             raise CheckpointError(
-                f"{module.source.location}: {module.name} is quantized, but no group of {_CONFIG}.config_groups has it "
+                f"{module.source.location}: {module.name} is quantized, but no group of {CONFIG}.config_groups has it "
                 "among its targets. Fetch config.json again"
             )
         return min(ranked, key=lambda pair: pair[0])[1]
@@ -82,14 +86,14 @@ def _match(target: str, name: str) -> int | None:
 
 def compressed_checkpoint(fields: ConfigFields) -> CompressedCheckpoint:
     """From the fields of ``quantization_config``. Raises CheckpointError if one is not supported."""
-    _check_format(fields, f"{_CONFIG}.format")
+    _check_format(fields, f"{CONFIG}.format")
     for name in ("sparsity_config", "transform_config"):
-        _check_extra(fields, f"{_CONFIG}.{name}")
-    groups = fields.get(f"{_CONFIG}.config_groups", MISSING, dict)
+        _check_extra(fields, f"{CONFIG}.{name}")
+    groups = fields.get(f"{CONFIG}.config_groups", MISSING, dict)
     schemes = [
         scheme
         for name, group in groups.items()
-        if (scheme := _scheme_of(fields.path, f"{_CONFIG}.config_groups.{name}", group)) is not None
+        if (scheme := _scheme_of(fields.path, f"{CONFIG}.config_groups.{name}", group)) is not None
     ]
     return CompressedCheckpoint(schemes)
 
@@ -97,16 +101,14 @@ def compressed_checkpoint(fields: ConfigFields) -> CompressedCheckpoint:
 def _check_format(fields: ConfigFields, name: str) -> None:
     found = fields.get(name, "dense", str)
     if found not in _FORMATS:
-        raise CheckpointError(
-            f"{fields.path}: {name} is {found!r}, the known ones are {', '.join(_FORMATS)}. {_REMEDY}"
-        )
+        raise CheckpointError(f"{fields.path}: {name} is {found!r}, the known ones are {', '.join(_FORMATS)}. {REMEDY}")
 
 
 def _check_extra(fields: ConfigFields, name: str) -> None:
     """Refuse sparse weights, and transformations of activations, which the decoder doesn't compute."""
     found = fields.get(name, {}, dict)
     if found.get("format", "dense") != "dense" or found.get("config_groups"):
-        raise CheckpointError(f"{fields.path}: {name} is {found!r}, expected none. {_REMEDY}")
+        raise CheckpointError(f"{fields.path}: {name} is {found!r}, expected none. {REMEDY}")
 
 
 def _scheme_of(path: Any, field: str, group: Any) -> WeightScheme | None:
@@ -114,7 +116,7 @@ def _scheme_of(path: Any, field: str, group: Any) -> WeightScheme | None:
     within = ConfigFields(path, {field: group}).get(field, MISSING, dict)
     fields = ConfigFields(path, {f"{field}.{name}": value for name, value in within.items()})
     _check_format(fields, f"{field}.format")
-    targets = fields.get(f"{field}.targets", MISSING, list)
+    targets = _targets(fields, f"{field}.targets")
     if (weights := fields.get(f"{field}.weights", None, dict)) is None:
         return None
     field = f"{field}.weights"
@@ -123,10 +125,25 @@ def _scheme_of(path: Any, field: str, group: Any) -> WeightScheme | None:
     if bits not in _BITS.get(kind, ()):
         listed = ", ".join(f"{each} of {size} bits" for each, sizes in _BITS.items() for size in sizes)
         raise CheckpointError(
-            f"{path}: {field}.type is {kind!r} with {field}.num_bits {bits}, the known ones are {listed}. {_REMEDY}"
+            f"{path}: {field}.type is {kind!r} with {field}.num_bits {bits}, the known ones are {listed}. {REMEDY}"
         )
     symmetric = fields.get(f"{field}.symmetric", True, bool)
-    return WeightScheme(field, tuple(map(str, targets)), bits, symmetric, _block(fields, field))
+    # Some files have true and false in place of names.
+    in_any_order = weights.get("actorder") in (*_ANY_ORDER, True)
+    return WeightScheme(field, targets, bits, symmetric, in_any_order, _block(fields, field))
+
+
+def _targets(fields: ConfigFields, name: str) -> tuple[str, ...]:
+    """Those of a group. Raises CheckpointError if one is no name and no regular expression."""
+    targets = fields.numbers(name, str)
+    for target in targets:
+        try:
+            re.compile(target.removeprefix("re:"))
+        except re.error as error:
+            raise CheckpointError(
+                f"{fields.path}: {name} has {target!r}, which is no regular expression ({error}). Fetch the file again"
+            ) from None
+    return targets
 
 
 def _block(fields: ConfigFields, field: str) -> tuple[int, int] | None:
@@ -136,7 +153,7 @@ def _block(fields: ConfigFields, field: str) -> tuple[int, int] | None:
     strategy = fields.get(f"{field}.strategy", usual, str)
     if strategy not in _STRATEGIES:
         raise CheckpointError(
-            f"{fields.path}: {field}.strategy is {strategy!r}, the known ones are {', '.join(_STRATEGIES)}. {_REMEDY}"
+            f"{fields.path}: {field}.strategy is {strategy!r}, the known ones are {', '.join(_STRATEGIES)}. {REMEDY}"
         )
     if strategy == "group":
         if group is None or group < 1:

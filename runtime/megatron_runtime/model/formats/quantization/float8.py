@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.formats.config_fields import ConfigFields
 from megatron_runtime.model.formats.quantization.stored_matrix import (
+    CONFIG,
     QuantizedPart,
     ScaleGrid,
     Shape,
@@ -67,7 +68,7 @@ def float8_matrix(module: StoredModule, block: tuple[int, int] | None, by: str) 
 
 @dataclass(frozen=True)
 class Float8Checkpoint:
-    """``quant_method`` is ``fp8`` (DeepSeek, Qwen, MiniMax, Mistral, AutoFP8) or ``fbgemm_fp8``.
+    """``quant_method`` is ``fp8`` (DeepSeek, Qwen, MiniMax, Mistral, AutoFP8), ``fbgemm_fp8`` or ``modelopt``.
 
     Modules that ``modules_to_not_convert`` or ``ignored_layers`` lists are stored as plain numbers, which their stored
     types say.
@@ -80,12 +81,13 @@ class Float8Checkpoint:
         """As in Quantization."""
         if "weight" in module.tensors and module.tensors["weight"].kind not in FLOAT8:
             return None
-        return float8_matrix(module, self.block, "quantization_config.weight_block_size")
+        return float8_matrix(module, self.block, f"{CONFIG}.weight_block_size")
 
 
 def float8_checkpoint(fields: ConfigFields) -> Float8Checkpoint:
     """From the fields of ``quantization_config``. Raises CheckpointError if one is not supported."""
-    name = "quantization_config.weight_block_size"
+    fields.refuse(f"{CONFIG}.quant_algo", "FP8")  # of modelopt, which has others
+    name = f"{CONFIG}.weight_block_size"
     block = fields.numbers(name, int)
     if block and (len(block) != 2 or min(block) < 1):
         raise CheckpointError(

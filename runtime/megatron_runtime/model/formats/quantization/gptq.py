@@ -21,6 +21,8 @@ from megatron_runtime.model.formats.quantization.integers import (
 )
 from megatron_runtime.model.formats.quantization.kept_codes import coding_of
 from megatron_runtime.model.formats.quantization.stored_matrix import (
+    CONFIG,
+    REMEDY,
     SCALE_TYPES,
     QuantizedPart,
     Shape,
@@ -31,10 +33,8 @@ from megatron_runtime.model.formats.quantization.stored_matrix import (
 if TYPE_CHECKING:
     from megatron_runtime.model.formats.coded_rows import Coding
 
-_CONFIG = "quantization_config"
 _BITS = (4, 8)
 _FORMATS = ("gptq", "gptq_v2")
-_REMEDY = "Choose a checkpoint of another kind, such as a GGUF file or one that isn't quantized"
 
 
 @dataclass(frozen=True)
@@ -110,52 +110,52 @@ class GptqCheckpoint:
         stored = module.matrix_shape("qweight")
         rows, columns = stored[1], stored[0] * WORD // self.bits
         width = columns if self.group_size == -1 else self.group_size
-        groups, by = -(-columns // width), f"{_CONFIG}.group_size"
+        groups, by = -(-columns // width), f"{CONFIG}.group_size"
         module.check("scales", (groups, rows), by)
         module.check("qzeros", (groups, num_words(rows, self.bits)), by)
         module.check_type("scales", SCALE_TYPES)
         for ending in ("qweight", "qzeros"):
             module.check_type(ending, ("I32",))
-        if "g_idx" in module.tensors:
-            module.check("g_idx", (columns,), f"{_CONFIG}.bits")
+        if self.in_any_order or "g_idx" in module.tensors:
+            module.check("g_idx", (columns,), f"{CONFIG}.bits")
         return GptqMatrix(module, width, self)
 
 
 def gptq_checkpoint(fields: ConfigFields) -> GptqCheckpoint:
     """From the fields of ``quantization_config``. Raises CheckpointError if one is not supported."""
-    bits = fields.get(f"{_CONFIG}.bits", MISSING, int)
+    bits = fields.get(f"{CONFIG}.bits", MISSING, int)
     if bits not in _BITS:
-        raise CheckpointError(f"{fields.path}: {_CONFIG}.bits is {bits}, expected 4 or 8. {_REMEDY}")
-    form = fields.get(f"{_CONFIG}.checkpoint_format", fields.get(f"{_CONFIG}.format", "gptq", str), str)
+        raise CheckpointError(f"{fields.path}: {CONFIG}.bits is {bits}, expected 4 or 8. {REMEDY}")
+    form = fields.get(f"{CONFIG}.checkpoint_format", fields.get(f"{CONFIG}.format", "gptq", str), str)
     if form not in _FORMATS:
         raise CheckpointError(
-            f"{fields.path}: {_CONFIG}.checkpoint_format is {form!r}, expected one of {', '.join(_FORMATS)}. {_REMEDY}"
+            f"{fields.path}: {CONFIG}.checkpoint_format is {form!r}, expected one of {', '.join(_FORMATS)}. {REMEDY}"
         )
-    fields.refuse(f"{_CONFIG}.is_marlin_format", False)
-    fields.refuse(f"{_CONFIG}.pack_dtype", "int32")
+    fields.refuse(f"{CONFIG}.is_marlin_format", False)
+    fields.refuse(f"{CONFIG}.pack_dtype", "int32")
     _check_overrides(fields, bits)
-    symmetric, in_any_order = (fields.get(f"{_CONFIG}.{name}", False, bool) for name in ("sym", "desc_act"))
+    symmetric, in_any_order = (fields.get(f"{CONFIG}.{name}", False, bool) for name in ("sym", "desc_act"))
     return GptqCheckpoint(bits, group_size(fields), form == "gptq", symmetric, in_any_order)
 
 
 def group_size(fields: ConfigFields) -> int:
     """The number of columns that share a scale, or -1 for all. Raises CheckpointError if it is another number."""
-    found: int = fields.get(f"{_CONFIG}.group_size", 128, int)
+    found: int = fields.get(f"{CONFIG}.group_size", 128, int)
     if found != -1 and found < 1:
         raise CheckpointError(
-            f"{fields.path}: {_CONFIG}.group_size is {found}, expected -1, or 1 or more. Fetch the file again"
+            f"{fields.path}: {CONFIG}.group_size is {found}, expected -1, or 1 or more. Fetch the file again"
         )
     return found
 
 
 def _check_overrides(fields: ConfigFields, bits: int) -> None:
     """Refuse modules with other settings; those with a name that begins with ``-:`` aren't quantized."""
-    overrides: dict[str, Any] = fields.get(f"{_CONFIG}.dynamic", {}, dict)
+    overrides: dict[str, Any] = fields.get(f"{CONFIG}.dynamic", {}, dict)
     for pattern, settings in overrides.items():
         for name in ("bits", "group_size") if isinstance(settings, dict) and not pattern.startswith("-:") else ():
             expected = bits if name == "bits" else group_size(fields)
             if settings.get(name, expected) != expected:
                 raise CheckpointError(
-                    f"{fields.path}: {_CONFIG}.dynamic has {name} {settings[name]} for {pattern}, expected {expected} "
-                    f"as for all modules. {_REMEDY}"
+                    f"{fields.path}: {CONFIG}.dynamic has {name} {settings[name]} for {pattern}, expected {expected} "
+                    f"as for all modules. {REMEDY}"
                 )

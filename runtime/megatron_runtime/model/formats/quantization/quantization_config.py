@@ -13,11 +13,11 @@ from megatron_runtime.model.formats.quantization.awq import awq_checkpoint
 from megatron_runtime.model.formats.quantization.compressed_tensors import compressed_checkpoint
 from megatron_runtime.model.formats.quantization.float8 import float8_checkpoint
 from megatron_runtime.model.formats.quantization.gptq import gptq_checkpoint
-from megatron_runtime.model.formats.quantization.stored_matrix import StoredMatrix, StoredModule
+from megatron_runtime.model.formats.quantization.stored_matrix import CONFIG, StoredMatrix, StoredModule
 from megatron_runtime.model.formats.tensor_names import tensor_names
 
-_FIELD, _OLD_FIELD = "quantization_config", "compression_config"
-_METHOD = f"{_FIELD}.quant_method"
+_OLD_FIELD = "compression_config"
+_METHOD = f"{CONFIG}.quant_method"
 _FAMILY_WITH_MXFP4 = "gpt_oss"
 
 
@@ -38,6 +38,7 @@ class Quantization(Protocol):
 _METHODS: Mapping[str, Callable[[ConfigFields], Quantization]] = {
     "fp8": float8_checkpoint,
     "fbgemm_fp8": float8_checkpoint,
+    "modelopt": float8_checkpoint,
     "compressed-tensors": compressed_checkpoint,
     "gptq": gptq_checkpoint,
     "awq": awq_checkpoint,
@@ -54,8 +55,8 @@ def quantization_of(path: Path, config: ModelConfig) -> Quantization | None:
     given = next((fields for fields in (whole, whole.within("text_config")) if _has_any(fields)), None)
     if given is None:
         return None
-    described = given.get(_FIELD, None, dict) or given.get(_OLD_FIELD, {}, dict)
-    fields = ConfigFields(path, {f"{_FIELD}.{name}": value for name, value in described.items()})
+    described = given.get(CONFIG, None, dict) or given.get(_OLD_FIELD, {}, dict)
+    fields = ConfigFields(path, {f"{CONFIG}.{name}": value for name, value in described.items()})
     method = fields.get(_METHOD, "compressed-tensors" if "config_groups" in described else None, str)
     if method == "mxfp4" and config.architecture == _FAMILY_WITH_MXFP4:
         return None
@@ -73,4 +74,4 @@ def quantization_of(path: Path, config: ModelConfig) -> Quantization | None:
 
 
 def _has_any(fields: ConfigFields) -> bool:
-    return any(fields.get(name, {}, dict) for name in (_FIELD, _OLD_FIELD))
+    return any(fields.get(name, {}, dict) for name in (CONFIG, _OLD_FIELD))

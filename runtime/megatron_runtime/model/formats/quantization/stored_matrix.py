@@ -16,6 +16,9 @@ if TYPE_CHECKING:  # The preflight reads headers without torch.
     from megatron_runtime.model.formats.coded_rows import Coding
 
 Shape = tuple[int, ...]
+CONFIG = "quantization_config"
+"""The field of a ``config.json``."""
+REMEDY = "Choose a checkpoint of another kind, such as a GGUF file or one that isn't quantized"
 SCALE_TYPES = ("F32", "BF16", "F16", "F64", "F8_E8M0")
 """Types of scales. The last one is a power of two."""
 
