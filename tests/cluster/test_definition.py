@@ -44,6 +44,8 @@ BROKEN: dict[str, dict[str, Any]] = {
     "spec.routing.policy": {"engine": {"prefixCaching": False}, "routing": {"policy": "LongestPrefix"}},
     "spec.frontend.parsers": {"frontend": {"parsers": ["qwen3", "deepseek_r1"]}},
     "spec.pods.resources": {"pods": {"device": "cpu", "resources": {"limits": {"nvidia.com/gpu": 1}}}},
+    "spec.pods.resourceClaims": {"pods": {"device": "cpu", "resourceClaims": [{"name": "a"}]}},
+    "spec.pods.gpuAllocation": {"pods": {"device": "cuda", "gpuAllocation": "ResourceClaims"}},
     "spec.scheduling.tolerations (no key)": {"scheduling": {"tolerations": [{"value": "a"}]}},
     "spec.scheduling.tolerations (value)": {
         "scheduling": {"tolerations": [{"key": "a", "operator": "Exists", "value": "b"}]}

@@ -58,6 +58,9 @@ NEEDED: Mapping[Path, Json] = {
     ("expose", "clientsFrom", 0, "podSelector", "matchExpressions", 0): REQUIREMENT,
     ("expose", "clientsFrom", 0, "namespaceSelector", "matchExpressions"): [REQUIREMENT],
     ("expose", "clientsFrom", 0, "namespaceSelector", "matchExpressions", 0): REQUIREMENT,
+    ("scheduling", "groupTopology"): {"key": "a"},
+    ("pods", "resourceClaims"): [{"name": "a", "resourceClaimName": "b"}],
+    ("pods", "resourceClaims", 0): {"name": "a", "resourceClaimName": "b"},
     ("scheduling", "tolerations"): [{"key": "a", "effect": "NoExecute"}],
     ("scheduling", "tolerations", 0): {"key": "a", "effect": "NoExecute"},
 }
@@ -85,6 +88,10 @@ class Trial:
                 made["spec"]["model"]["cache"] = {"hostPath": {"path": "/m"}}
         if self.path[:2] == ("model", "source") and len(self.path) > 2:
             made["spec"]["model"]["source"] = {}
+        if self.path[1:] == ("gpuAllocation",):
+            made["spec"]["pods"]["resourceClaims"] = [{"name": "a", "resourceClaimName": "b"}]
+        if self.path[1:2] == ("resourceClaims",) and self.path[-1] == "resourceClaimTemplateName":
+            made["spec"]["pods"]["resourceClaims"] = [{"name": "a"}]
         if "ipBlock" in self.path:
             made["spec"]["expose"] = {"clientsFrom": [{}]}  # It excludes a podSelector.
         _put(made["spec"], self.path, copy.deepcopy(self.value))

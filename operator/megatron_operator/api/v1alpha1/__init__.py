@@ -18,6 +18,7 @@ from megatron_operator.api.v1alpha1.operations import (
     DisruptionSpec,
     FailurePolicy,
     Gang,
+    GroupTopology,
     ImagePullPolicy,
     Lifecycle,
     PodTemplate,
@@ -25,8 +26,9 @@ from megatron_operator.api.v1alpha1.operations import (
     RolloutSpec,
     Scheduling,
     Toleration,
+    TopologyMode,
 )
-from megatron_operator.api.v1alpha1.pods import ComputeResources, Device, Pods
+from megatron_operator.api.v1alpha1.pods import ComputeResources, Device, GpuAllocation, PodResourceClaim, Pods
 from megatron_operator.api.v1alpha1.resource import (
     API_VERSION,
     CPU_KV_CACHE,
@@ -86,6 +88,8 @@ __all__ = [
     "FailurePolicy",
     "Frontend",
     "Gang",
+    "GpuAllocation",
+    "GroupTopology",
     "HTTPRouteExposure",
     "HuggingFaceSource",
     "ImagePullPolicy",
@@ -105,6 +109,7 @@ __all__ = [
     "ParentRef",
     "Parser",
     "Phase",
+    "PodResourceClaim",
     "PodTemplate",
     "Pods",
     "Pooling",
@@ -117,5 +122,6 @@ __all__ = [
     "ServiceType",
     "Source",
     "Toleration",
+    "TopologyMode",
     "VolumeSource",
 ]
