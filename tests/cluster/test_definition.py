@@ -29,6 +29,7 @@ BROKEN: dict[str, dict[str, Any]] = {
     "spec.model.source": {"model": {"source": {}}},
     "spec.model.cache": {"model": {"source": {"huggingFace": {"repo": "a/b"}}, "cache": {}}},
     "spec.model.cache (source)": {"model": {"source": {"path": "/m"}, "cache": {"claimName": "c"}}},
+    "spec.model.source.objectStorage": {"model": {"source": {"objectStorage": {"uri": "s3://models/a"}}}},
     "spec.model.cache.hostPath": {
         "model": {"source": {"huggingFace": {"repo": "a/b"}}, "cache": {"hostPath": {"path": "/m"}}}
     },

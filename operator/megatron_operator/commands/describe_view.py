@@ -238,6 +238,8 @@ def _time_of(event: Object) -> str | None:
 def _source(source: Source) -> str:
     if (hub := source.hugging_face) is not None:
         return f"Hugging Face {hub.repo}" + (f", {hub.file}" if hub.file else "") + f" at {hub.revision}"
+    if source.object_storage is not None:
+        return source.object_storage.uri
     if source.persistent_volume_claim is not None:
         return f"claim {source.persistent_volume_claim.claim_name}, {source.persistent_volume_claim.path}"
     if source.image is not None:

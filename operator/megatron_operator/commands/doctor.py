@@ -243,6 +243,9 @@ def secret_keys(specs: Iterable[Json]) -> dict[str, list[str]]:
         users = (spec.get("frontend") or {}).get("apiKeysSecret")
         for selector in filter(None, (hub.get("tokenSecret"), users)):
             wanted.setdefault(selector["name"], []).append(selector.get("key") or API_KEYS)
+        objects = ((spec.get("model") or {}).get("source") or {}).get("objectStorage") or {}
+        if "credentialsSecret" in objects:
+            wanted.setdefault(objects["credentialsSecret"], [])
         for reference in ((spec.get("podTemplate") or {}).get("spec") or {}).get("imagePullSecrets") or []:
             wanted.setdefault(reference["name"], [])
     return wanted

@@ -11,7 +11,15 @@ from megatron_operator.api.v1alpha1.expose import (
     ParentRef,
     ServiceType,
 )
-from megatron_operator.api.v1alpha1.model import DType, HuggingFaceSource, ImageSource, Model, Source, VolumeSource
+from megatron_operator.api.v1alpha1.model import (
+    DType,
+    HuggingFaceSource,
+    ImageSource,
+    Model,
+    ObjectStorageSource,
+    Source,
+    VolumeSource,
+)
 from megatron_operator.api.v1alpha1.operations import (
     AutoSuspendSpec,
     CordonedNodesPolicy,
@@ -105,6 +113,7 @@ __all__ = [
     "Model",
     "NetworkPolicyPeer",
     "ObjectMeta",
+    "ObjectStorageSource",
     "Parallelism",
     "ParentRef",
     "Parser",
