@@ -23,7 +23,8 @@ import torch
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engine.worker.lock_step import LockStepEngine, run_follower
+from megatron_runtime.engine.worker.follower_actions import run_follower
+from megatron_runtime.engine.worker.lock_step import LockStepEngine
 from megatron_runtime.launch.ports import free_loopback_port
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.parallel.join import join_replica_group

@@ -142,6 +142,14 @@ class InferenceConfig(UnavailableSettings):
     """Whether the bits of a request's results on a GPU must not depend on other requests: products with weights have a
     fixed number of rows then, which takes longer. On a CPU they never depend on others, except where PyTorch's
     attention is used."""
+    num_speculative_tokens: int = 0
+    """Most tokens that a pass verifies for a request besides its next one: those that followed the last occurrence of
+    its latest tokens, instead of the drafts of Megatron's prediction heads. They change no token. Requests with log
+    probabilities, penalties or a limit of their reasoning have none. 0: no speculation."""
+    max_loras: int = 8
+    """Most LoRA adapters that are loaded at once."""
+    max_lora_rank: int = 64
+    """Largest r of the matrices of an adapter."""
     materialize_only_last_token_logits: bool = False
     """Never computes logits of prompts, and fails requests with log probabilities of them. Otherwise only the requested
     ones are computed."""
@@ -187,12 +195,15 @@ class InferenceConfig(UnavailableSettings):
     def _check_numbers(self) -> None:
         check_routing_alpha(self.prefix_caching_routing_alpha)
         self._require_whole("block_size_tokens")
-        self._require_whole("cuda_graph_max_tokens")
+        for name in ("cuda_graph_max_tokens", "max_loras", "max_lora_rank"):
+            self._require_whole(name)
         if self.num_cuda_graphs not in (None, 0, -1) or isinstance(self.num_cuda_graphs, bool | float):
             self._require_whole("num_cuda_graphs", "None, 0, -1 for all sizes, or a whole number of at least 1")
         for name in ("kv_cache_memory_bytes", "max_requests", "max_tokens", "max_sequence_length"):
             if getattr(self, name) is not None:
                 self._require_whole(name)
+        if self.num_speculative_tokens or isinstance(self.num_speculative_tokens, bool | float):
+            self._require_whole("num_speculative_tokens", "a whole number of at least 0")
         for name in ("buffer_size_gb", "request_timeout"):
             if getattr(self, name) is not None:
                 self._require_positive(name)

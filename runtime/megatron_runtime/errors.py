@@ -3,6 +3,7 @@
 MegatronInferenceError
 ├── ConfigurationError (ValueError)         an invalid setting; names the field
 ├── InvalidRequestError (ValueError)        a request that can't be served; names the field
+│   └── AdapterNotFoundError                it names an adapter that is not loaded
 ├── CheckpointError                         a model folder or file that can't be read
 ├── EngineError                             the engine failed while it ran
 │   ├── EngineSuspendedError                the engine's memory is released
@@ -57,6 +58,10 @@ class InvalidRequestError(MegatronInferenceError, ValueError):
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+
+
+class AdapterNotFoundError(InvalidRequestError):
+    """No adapter of this name is loaded; the message has the loaded ones."""
 
 
 class CheckpointError(MegatronInferenceError):
@@ -200,6 +205,7 @@ _PLAIN: dict[str, type[MegatronInferenceError]] = {
     for error in (
         ConfigurationError,
         InvalidRequestError,
+        AdapterNotFoundError,
         CheckpointError,
         EngineError,
         EngineSuspendedError,

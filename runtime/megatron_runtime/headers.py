@@ -73,6 +73,12 @@ class Headers(IntEnum):
     """client -> coordinator -> engine: count one more weight update in the staleness of every unfinished request."""
     RESET_PREFIX_CACHE = 54
     """client -> coordinator -> engine: forget the cached prefixes."""
+    CHANGE_ADAPTERS = 55
+    """client -> coordinator: load, replace or unload a LoRA adapter on every engine."""
+    ASSIGN_ADAPTERS = 56
+    """coordinator -> engine: have exactly these adapters of the service."""
+    ADAPTERS_ASSIGNED = 57
+    """engine -> coordinator: this version of the adapters is loaded, or the old ones are kept because of an error."""
 
     DISCONNECT = 60
     """engine or client -> coordinator: disconnect, with the reason and whether it is a failure."""
@@ -90,9 +96,11 @@ REQUEST_MESSAGES = frozenset(
         Headers.SET_GENERATION_EPOCH,
         Headers.INCREMENT_STALENESS,
         Headers.RESET_PREFIX_CACHE,
+        Headers.ASSIGN_ADAPTERS,
     }
 )
-"""Messages that change an engine's requests; the engine applies them in the order of their arrival."""
+"""Messages that change an engine's requests, or what they can name; the engine applies them in the order of their
+arrival."""
 
 
 class EngineState(StrEnum):

@@ -118,7 +118,11 @@ def _build_engine(link: ParentLink, options: RankOptions, plan: RankPlan) -> Dyn
     # Measured, or chosen by the launchers of several pods, so it may differ between the ranks.
     cache = plan.kv_cache_bytes or _measured_kv_cache(model, tokenizer.result(), config)
     config = replace(config, kv_cache_memory_bytes=ranks.least(cache))
-    return DynamicInferenceEngine.build(model, tokenizer.result(), config)
+    engine = DynamicInferenceEngine.build(model, tokenizer.result(), config)
+    for name, path in options.engine.lora_modules:
+        engine.adapters.load(name, path)
+        logger.info("Loaded the adapter %s from %s", name, path)
+    return engine
 
 
 def _measured_kv_cache(model: Decoder, tokenizer: Tokenizer, config: InferenceConfig) -> int:
@@ -201,6 +205,7 @@ def _inference_config(engine: EngineOptions, plan: RankPlan) -> InferenceConfig:
         max_requests=engine.max_requests,
         num_cuda_graphs=_num_cuda_graphs(engine),
         batch_invariant=engine.batch_invariant,
+        num_speculative_tokens=engine.num_speculative_tokens,
         max_sequence_length=plan.max_sequence_length,
         enable_prefix_caching=engine.prefix_caching,
         enable_chunked_prefill=engine.chunked_prefill,
@@ -208,6 +213,8 @@ def _inference_config(engine: EngineOptions, plan: RankPlan) -> InferenceConfig:
         offload_weights=engine.offload_weights,
         logprobs_mode=engine.logprobs_mode,
         moe_enable_routing_replay=engine.moe_enable_routing_replay,
+        max_loras=engine.max_loras,
+        max_lora_rank=engine.max_lora_rank,
     )
 
 
@@ -263,7 +270,7 @@ async def _run_follower(link: ParentLink, engine: DynamicInferenceEngine, ranks:
 
 
 def _run_follower_on_device(engine: DynamicInferenceEngine, ranks: Ranks) -> None:
-    from megatron_runtime.engine.worker.lock_step import run_follower
+    from megatron_runtime.engine.worker.follower_actions import run_follower
 
     _use_device_of(engine)
     run_follower(engine, ranks)

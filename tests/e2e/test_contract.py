@@ -153,6 +153,11 @@ def test_the_runtime_parses_every_flag_of_the_sample() -> None:
             {"routing": {"policy": "LongestPrefix", "alpha": 0.25}},
             {"routing_policy": "longest-prefix", "routing_alpha": 0.25},
         ),
+        ({"engine": {"speculation": {}}}, {"num_speculative_tokens": 7}),
+        (
+            {"engine": {"speculation": {"method": "PromptLookup", "numTokens": 3}}},
+            {"num_speculative_tokens": 3},
+        ),
         ({"engine": {"extraArgs": ["--threads-per-rank=2"]}}, {"threads_per_rank": 2}),
         ({"rollout": {"drainTimeout": "1500ms"}}, {"drain_timeout": 1.5}),
         ({"frontend": {"parsers": ["hermes", "qwen3"]}}, {"parsers": ["hermes", "qwen3"], "page": True}),

@@ -57,6 +57,8 @@ def arguments(resource: MegatronInference, *, max_restarts: int) -> list[str]:
         flags["--kv-cache-memory"] = spec.kv_cache_memory.text
     if spec.model.max_sequence_length is not None:
         flags["--max-sequence-length"] = spec.model.max_sequence_length
+    if engine.speculation is not None:
+        flags["--num-speculative-tokens"] = engine.speculation.num_tokens
     words = [f"{flag}={value}" for flag, value in flags.items()]
     words.append("--prefix-caching" if engine.prefix_caching else "--no-prefix-caching")
     words.append("--chunked-prefill" if engine.chunked_prefill else "--no-chunked-prefill")

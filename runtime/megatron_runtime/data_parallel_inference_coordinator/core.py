@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatron_runtime.data_parallel_inference_coordinator.adapter_rollout import AdapterRollout
 from megatron_runtime.data_parallel_inference_coordinator.dispatcher import Dispatcher
 from megatron_runtime.data_parallel_inference_coordinator.engines import EngineEntry, EngineRegistry
 from megatron_runtime.data_parallel_inference_coordinator.lifecycle_controller import LifecycleController
@@ -18,7 +19,7 @@ from megatron_runtime.data_parallel_inference_coordinator.weight_rollout import 
 from megatron_runtime.headers import Headers
 from megatron_runtime.wire.codec import MalformedMessage, Message, decode
 from megatron_runtime.wire.protocol_errors import ProtocolErrors
-from megatron_runtime.wire.service_state import ServiceState
+from megatron_runtime.wire.service_state import AdapterView, ServiceState
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +76,7 @@ class Core:
         self.protocol_errors = ProtocolErrors(clock)
         self.clients: dict[bytes, ClientEntry] = {}
         self.engines = EngineRegistry(sort_by_group=options.deterministic_mode)
-        policy = options.prefix_caching_coordinator_policy
-        self.router = Router(policy, alpha=options.prefix_caching_routing_alpha, max_requests=options.max_requests)
-        is_recorded = options.schedule_output_path is not None
-        self.routing_trace = RoutingTrace(policy.value, options.data_parallel_size, is_recorded=is_recorded)
+        self.router, self.routing_trace = _routing(options)
         self.dispatcher = Dispatcher(
             engines=self.engines,
             clients=self.clients,
@@ -95,13 +93,16 @@ class Core:
             is_idle=lambda: self.lifecycle.is_idle,
             state=lambda: self.lifecycle.state,
         )
+        self.adapters = AdapterRollout(
+            self.engines, self.outbox, state=lambda: self.lifecycle.state, on_change=lambda: self.lifecycle.touch()
+        )
         self.lifecycle = LifecycleController(
             engines=self.engines,
             outbox=self.outbox,
             target=options.initial_state,
             first_revision=first_revision,
             became_ready=self.dispatcher.assign_waiting,
-            before_ready=self.weights.next_step,
+            before_ready=lambda engine: self.adapters.next_step(engine) or self.weights.next_step(engine),
         )
         self._handlers, self._ticks = handlers, Ticks()
 
@@ -128,6 +129,7 @@ class Core:
             self.dispatcher.expire,
             self.lifecycle.expire,
             self.weights.expire,
+            self.adapters.expire,
         ):
             try:
                 task(now)
@@ -188,6 +190,7 @@ class Core:
             outstanding_requests=len(self.dispatcher.requests),
             accepted_requests=self.dispatcher.next_request_id,
             dropped_messages=self.protocol_errors.total(),
+            adapters=tuple(AdapterView(name, path) for name, path in self.adapters.served),
         )
 
     def lose_engine(self, identity: bytes, reason: str, *, failed: bool = False) -> EngineEntry | None:
@@ -201,6 +204,7 @@ class Core:
             self.dispatcher.lose_engine(engine, f"{engine.name}: {reason}", now, failed=failed)
             self.lifecycle.engine_gone(engine, self.clock())
             self.weights.engine_gone(engine)
+            self.adapters.engine_gone(engine)
         return engine
 
     def lose_client(self, identity: bytes, *, may_return: bool = True) -> None:
@@ -225,3 +229,9 @@ class Core:
         self.outbox.discard(peer)
         self.lose_engine(peer, "its connection is closed")
         self.lose_client(peer)
+
+
+def _routing(options: CoordinatorOptions) -> tuple[Router, RoutingTrace]:
+    policy, is_recorded = options.prefix_caching_coordinator_policy, options.schedule_output_path is not None
+    router = Router(policy, alpha=options.prefix_caching_routing_alpha, max_requests=options.max_requests)
+    return router, RoutingTrace(policy.value, options.data_parallel_size, is_recorded=is_recorded)

@@ -26,6 +26,10 @@ class EngineEntry:
     draining: bool
     load: EngineLoad
     last_seen: float
+    adapters_version: int = 0
+    """Of the adapters that the coordinator has assigned to it."""
+    own_adapters: dict[str, str] = field(default_factory=dict)
+    """Names and paths of the adapters that it was started with."""
     ready: bool = False
     """The engine has reached the state of the service once, and gets requests since."""
     signal: Headers | None = None

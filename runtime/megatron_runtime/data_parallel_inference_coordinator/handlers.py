@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
+from megatron_runtime.data_parallel_inference_coordinator.adapter_rollout import AdapterCall
 from megatron_runtime.data_parallel_inference_coordinator.core import Core, Handler
 from megatron_runtime.data_parallel_inference_coordinator.engines import EngineEntry
 from megatron_runtime.data_parallel_inference_coordinator.requests import ClientEntry, RequestEntry
@@ -47,6 +48,8 @@ def handlers() -> Mapping[Headers, Handler]:
         Headers.SERVICE_STATE: _service_state,
         Headers.UPDATE_WEIGHTS: _update_weights,
         Headers.WEIGHTS_UPDATED: _weights_updated,
+        Headers.CHANGE_ADAPTERS: _change_adapters,
+        Headers.ADAPTERS_ASSIGNED: _adapters_assigned,
         Headers.DRAIN: _drain,
         Headers.DISCONNECT: _disconnect,
         Headers.SHUTDOWN: _shutdown,
@@ -112,7 +115,8 @@ def _register(core: Core, peer: bytes, message: Message) -> None:
         core.outbox.put(peer, Headers.SET_GENERATION_EPOCH, core.generation_epoch)
     core.lifecycle.touch()
     core.dispatcher.reconcile(engine, registration.claims, now)
-    for outdated in core.weights.engine_registered(engine, registration.weights_path):
+    newer_weights = core.weights.engine_registered(engine, registration.weights_path)
+    for outdated in (*newer_weights, *core.adapters.engine_registered(engine, registration.adapters)):
         outdated.ready = False
         core.lifecycle.steer(outdated, now)
     core.lifecycle.steer(engine, now)
@@ -229,10 +233,41 @@ def _weights_updated(core: Core, peer: bytes, message: Message) -> None:
         core.lifecycle.touch()
         core.lifecycle.steer(engine, core.clock())
         return
-    reason = f"it can't load the weights of the other engines: {error}"
+    _refuse_engine(core, engine, f"it can't load the weights of the other engines: {error}")
+
+
+def _refuse_engine(core: Core, engine: EngineEntry, reason: str) -> None:
     logger.warning("refused %s: %s", engine.name, reason)
-    core.lose_engine(peer, reason)
-    core.outbox.put(peer, Headers.REGISTER_REFUSED, reason)
+    core.lose_engine(engine.identity, reason)
+    core.outbox.put(engine.identity, Headers.REGISTER_REFUSED, reason)
+
+
+def _change_adapters(core: Core, peer: bytes, message: Message) -> None:
+    client = _client(core, peer)
+    call_id, timeout, name, path, replaces = arguments(message, 5)
+    deadline = core.clock() + seconds(timeout, "timeout")
+    core.adapters.start(
+        AdapterCall(
+            client.identity,
+            natural(call_id, "call id"),
+            deadline,
+            text(name, "name"),
+            text(path, "path"),
+            flag(replaces, "replaces"),
+        )
+    )
+
+
+def _adapters_assigned(core: Core, peer: bytes, message: Message) -> None:
+    engine = _engine(core, peer)
+    version, error = arguments(message, 2)
+    if core.adapters.engine_reports(engine, natural(version, "version"), text(error, "error")):
+        # The next assignment, if there is one, need not wait until this one would be repeated.
+        engine.signal = None
+        core.lifecycle.touch()
+        core.lifecycle.steer(engine, core.clock())
+        return
+    _refuse_engine(core, engine, f"it can't load the adapters of the other engines: {error}")
 
 
 def _service_state(core: Core, peer: bytes, message: Message) -> None:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron_runtime.engine.context_limits import ContextLimits
+from megatron_runtime.engine.engine_adapters import EngineAdapters
 from megatron_runtime.engine.routing_store import ExpertRouting
 from megatron_runtime.engine.sampling.grammar import compiled_grammars
+from megatron_runtime.engine.scheduling.prompt_lookup import PromptLookup
 from megatron_runtime.engine.scheduling.sequence import Sequence
 from megatron_runtime.errors import (
     BlockOverflowError,
@@ -40,6 +42,8 @@ class Admission:
         prefix_caching: Whether requests get block hashes, which identify cached prefixes.
         scores_prompts: Whether requests may have log probabilities of their prompts.
         routing: Parses the routing that a request replays.
+        num_speculative_tokens: Most drafts of a request in a pass; 0: none.
+        adapters: The adapters that requests can name.
     """
 
     def __init__(
@@ -52,6 +56,8 @@ class Admission:
         prefix_caching: bool = False,
         scores_prompts: bool = True,
         routing: ExpertRouting | None = None,
+        num_speculative_tokens: int = 0,
+        adapters: EngineAdapters | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
@@ -60,6 +66,8 @@ class Admission:
         self._prefix_caching = prefix_caching
         self._scores_prompts = scores_prompts
         self._routing = routing
+        self._num_speculative_tokens = num_speculative_tokens
+        self._adapters = adapters
 
     def admit(self, request: DynamicInferenceRequest, prompt: Prompt, generated: Tokens[int]) -> Sequence:
         """Set the request's tokens and limits, and return its sequence.
@@ -86,9 +94,12 @@ class Admission:
                 f"generated has {len(generated_tokens)} tokens, more than the {limit} to generate", field="generated"
             )
         self._require_room(request.request_id, len(tokens), limit)
+        adapter = None if self._adapters is None else self._adapters.find(params.adapter)
+        request.adapter_digest = None if adapter is None else adapter.digest
         replayed = None if self._routing is None else self._routing.parse(params.replayed_routing)
         # Other requests must not reuse the keys and values of a replayed routing.
-        hashes = self._block_hashes(tokens + generated_tokens, params.cache_salt) if replayed is None else []
+        salts = params.cache_salt, request.adapter_digest
+        hashes = self._block_hashes(tokens + generated_tokens, *salts) if replayed is None else []
         request.enable_prefix_caching = request.enable_prefix_caching and replayed is None
         request.precomputed_block_hashes = hashes[: len(tokens) // self._limits.block_size_tokens]
         return Sequence(
@@ -100,8 +111,14 @@ class Admission:
             next_log_prob=_first_log_prob(params, len(tokens), limit),
             block_hashes=hashes,
             pooling=params.pooling,
+            adapter=None if adapter is None else adapter.slot,
             replayed_routing=replayed,
+            lookup=self._lookup(params) if replayed is None else None,
         )
+
+    def _lookup(self, params: SamplingParams) -> PromptLookup | None:
+        may_draft = self._num_speculative_tokens and not _follows_tokens(params)
+        return PromptLookup(self._num_speculative_tokens) if may_draft else None
 
     def _require_known(self, field: str, tokens: Iterable[int]) -> None:
         for token in tokens:
@@ -110,10 +127,10 @@ class Admission:
                     f"{field}: {token} is not a token id; the model has 0 to {self._vocab_size - 1}", field=field
                 )
 
-    def _block_hashes(self, tokens: list[int], salt: str | None) -> list[int]:
+    def _block_hashes(self, tokens: list[int], salt: str | None, adapter: str | None) -> list[int]:
         if not self._prefix_caching:
             return []
-        return compute_block_hashes(tokens, self._limits.block_size_tokens, salt)
+        return compute_block_hashes(tokens, self._limits.block_size_tokens, salt, adapter)
 
     def _check_parameters(self, params: SamplingParams) -> None:
         if params.n != 1:
@@ -200,6 +217,19 @@ class Admission:
     @property
     def _pool_tokens(self) -> int:
         return self._limits.num_blocks * self._limits.block_size_tokens
+
+
+def _follows_tokens(params: SamplingParams) -> bool:
+    """Whether sampling keeps a state of the tokens so far, which rejected drafts would spoil, or needs more of a pass
+    than the sampled tokens."""
+    return (
+        params.return_log_probs
+        or params.pooling is not None
+        or params.thinking_token_budget is not None
+        or params.repetition_penalty != 1
+        or params.frequency_penalty != 0
+        or params.presence_penalty != 0
+    )
 
 
 def _first_log_prob(params: SamplingParams, prompt_length: int, limit: int) -> int | None:

@@ -26,7 +26,7 @@ from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.forward_batch import AdapterRows, ForwardBatch
 from megatron_runtime.model.hidden_pool import HiddenPool
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.shard import Shard
@@ -198,7 +198,13 @@ class DynamicInferenceContext:
             "block_tables": self.block_tables.padded(rows, contexts),
             "logit_rows": _logit_rows(slices, query_starts),
         }
-        return ForwardBatch(**on_device(arrays, self.device))
+        return ForwardBatch(**on_device(arrays, self.device), adapters=self._adapter_rows(slices))
+
+    def _adapter_rows(self, slices: Slices[SequenceSlice]) -> AdapterRows | None:
+        if all(part.sequence.adapter is None for part in slices):
+            return None
+        slots = [-1 if part.sequence.adapter is None else part.sequence.adapter for part in slices]
+        return AdapterRows(np.repeat(np.array(slots, np.int32), [part.length for part in slices]), self.device)
 
     def sampling_rules(self, slices: Slices[SequenceSlice]) -> SamplingRules:
         """The sampling rules of the slices that sample."""

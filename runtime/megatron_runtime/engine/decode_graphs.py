@@ -170,7 +170,7 @@ class DecodeGraphs:
 
     def size_for(self, slices: Slices[SequenceSlice]) -> int | None:
         """The number of rows of the graph for a pass; None if it has to run eagerly."""
-        if not is_decode_pass(slices):
+        if not is_decode_pass(slices) or any(part.sequence.adapter is not None for part in slices):
             return None
         return next((size for size in self._sizes if size >= len(slices) and size in self._graphs), None)
 
@@ -205,6 +205,7 @@ class DecodeGraphs:
             query_starts=self._starts[: size + 1],
             block_tables=self._tables.index_select(0, there["table_rows"][:size]),
             logit_rows=self._every[:size],
+            adapters=None,
         )
         logits = self._model(batch, self._context.kv_cache)
         self._logits[:size].copy_(logits)

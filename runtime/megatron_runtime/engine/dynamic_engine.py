@@ -10,6 +10,7 @@ from collections.abc import Sequence as Tokens
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.engine.admission import Admission, Prompt
 from megatron_runtime.engine.context import DynamicInferenceContext
+from megatron_runtime.engine.engine_adapters import EngineAdapters
 from megatron_runtime.engine.engine_memory import EngineMemory
 from megatron_runtime.engine.pass_runner import PassRunner
 from megatron_runtime.engine.request_book import Reports, RequestBook
@@ -57,6 +58,7 @@ class DynamicInferenceEngine(RunningEngine):
             passes_in_flight=controller.model.ranks.position.sizes.pipeline,
         )
         self.scheduler = Scheduler(limits, context.allocator)
+        self.adapters = EngineAdapters(controller.model, context.device, self.config, lambda: self._requests.adapters)
         self._admission = Admission(
             self.tokenizer,
             context.limits,
@@ -65,6 +67,8 @@ class DynamicInferenceEngine(RunningEngine):
             prefix_caching=self.config.enable_prefix_caching,
             scores_prompts=not self.config.materialize_only_last_token_logits,
             routing=context.routing,
+            num_speculative_tokens=self.config.num_speculative_tokens,
+            adapters=self.adapters,
         )
         self._requests = RequestBook(
             self.tokenizer,
@@ -176,6 +180,7 @@ class DynamicInferenceEngine(RunningEngine):
         started = time.perf_counter()
         self.expire_overdue_requests()
         self._passes.run_pass()
+        self.adapters.release_unused()
         result = self._report(started)
         if self._log.note_step(self, result):
             # A request gets one token while each pass in flight takes a step.
@@ -319,6 +324,8 @@ class DynamicInferenceEngine(RunningEngine):
             prefix_hits_total=self._passes.prefix_hits_total,
             paused=self.scheduler.num_paused,
             weight_version=self.weight_version,
+            draft_tokens_total=self._passes.draft_tokens_total,
+            accepted_draft_tokens_total=self._passes.accepted_draft_tokens_total,
         )
 
     def check_integrity(self) -> None:

@@ -150,4 +150,4 @@ def _largest_batch(limits: ContextLimits, num_blocks: int, device: torch.device)
         "block_tables": tables.astype(np.int32),
         "logit_rows": query_starts[1:] - 1,
     }
-    return ForwardBatch(**{name: torch.from_numpy(values).to(device) for name, values in arrays.items()})
+    return ForwardBatch(adapters=None, **{name: torch.from_numpy(values).to(device) for name, values in arrays.items()})

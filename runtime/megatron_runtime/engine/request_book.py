@@ -53,6 +53,12 @@ class RequestBook:
         """The open requests, oldest first; they may be closed during the iteration."""
         return iter(list(self._open.values()))
 
+    @property
+    def adapters(self) -> set[int]:
+        """The slots of the adapters of the open requests."""
+        sequences = (tracked.sequence for tracked in self._open.values())
+        return {each.adapter for each in sequences if each is not None and each.adapter is not None}
+
     def has_reports_or_requests(self) -> bool:
         """True if a request is open or a report was not collected."""
         return bool(self._open or self._finished or self._partials)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,11 @@ from megatron_runtime.parallel.rank_groups import RankGroups
 
 if TYPE_CHECKING:
     from megatron_runtime.config import InferenceConfig
+    from megatron_runtime.engine.engine_adapters import EngineAdapters
     from megatron_runtime.engine.worker.protocol import AttachedLoop, RankEngine
     from megatron_runtime.model.tokenizer import Tokenizer
     from megatron_runtime.parallel.ranks import Ranks
+    from megatron_runtime.wire.items import AdapterEntry
 
 _DIRECT_STATES = (EngineState.RUNNING, EngineState.SUSPENDED)
 
@@ -29,6 +32,8 @@ _DIRECT_STATES = (EngineState.RUNNING, EngineState.SUSPENDED)
 class RunningEngine(ABC):
     """Base class of an engine that runs as a task, or for a coordinator."""
 
+    adapters: EngineAdapters
+    """The LoRA adapters that requests can name."""
     config: InferenceConfig
     tokenizer: Tokenizer
 
@@ -70,6 +75,15 @@ class RunningEngine(ABC):
     def compile_grammar(self, grammar: str) -> Future[Any]:
         """Compile a grammar beside the steps. Requests that are added later wait for the rest of the work."""
         return compiled_grammars(self.tokenizer).compile(grammar)
+
+    @property
+    def own_adapters(self) -> list[tuple[str, str]]:
+        """Names and paths of the adapters that no coordinator has assigned."""
+        return self.adapters.own
+
+    def assign_adapters(self, entries: Sequence[AdapterEntry]) -> None:
+        """As `EngineAdapters.assign`, for the loop of a coordinator."""
+        self.adapters.assign(entries)
 
     def note_finished(self, request: DynamicInferenceRequest) -> None:
         """Enter a finished request of a coordinator in the ledger, if that is enabled."""

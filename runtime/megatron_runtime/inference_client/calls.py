@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megatron_runtime.errors import (
+    AdapterNotFoundError,
     CheckpointError,
     ClientStoppedError,
     CoordinatorError,
+    InvalidRequestError,
     InvalidStateError,
     MegatronInferenceError,
     TransitionTimeoutError,
@@ -30,6 +32,9 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 ANSWER_GRACE_SECONDS = 5.0
 """Time after the timeout of a signal, at which the coordinator answers, until the client stops waiting."""
+
+_REFUSALS = {"invalid": InvalidRequestError, "unknown": AdapterNotFoundError}
+"""The error of a change of adapters by its outcome."""
 
 
 @dataclass(eq=False)
@@ -105,6 +110,10 @@ class ClientCalls:
         """As `signal`; the awaitable returns the version of the weights."""
         return self._command(lambda content: int(content["version"]), Headers.UPDATE_WEIGHTS, timeout, path)
 
+    def change_adapters(self, name: str, path: str, timeout: float | None, *, replaces: bool) -> Awaitable[None]:
+        """As `signal`; an empty ``path`` unloads the adapter."""
+        return self._command(lambda _: None, Headers.CHANGE_ADAPTERS, timeout, name, path, replaces)
+
     def broadcast(self, header: Headers, *args: int) -> Awaitable[None]:
         """Send a message for all engines now; awaiting waits until the coordinator has passed it on."""
         return self._command(lambda _: None, header, None, *args)
@@ -176,6 +185,8 @@ class ClientCalls:
         if content["outcome"] == "timeout":
             missing = ", ".join(content["missing"]) or "no engine"
             raise TransitionTimeoutError(f"{name} was not done within {limit:g} s; missing: {missing}")
+        if content["outcome"] in _REFUSALS:
+            raise _REFUSALS[content["outcome"]](content["message"], field="lora_name")
         if content["outcome"] == "failed":
             raise CheckpointError("; ".join(f"{engine}: {why}" for engine, why in sorted(content["failures"].items())))
         if content["outcome"] == "refused" and not (call.repeated and _is_done(call.header, state)):
@@ -202,6 +213,8 @@ def _is_signal_reply(content: Any) -> bool:
             return isinstance(content.get("version", 0), int)
         case "timeout":
             return _are_strings(content.get("missing"))
+        case "invalid" | "unknown":
+            return isinstance(content.get("message"), str)
         case "refused":
             return _are_strings(content.get("allowed"))
         case "failed":

@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.headers import Headers
 from megatron_runtime.inference_client.calls import ClientCalls
+from megatron_runtime.sampling_params import LONGEST_NAME
 from megatron_runtime.wire.service_state import ServiceState
 
 
@@ -79,6 +80,47 @@ class ControlCalls(ABC):
         """
         self._require_started()
         return self._calls.update_weights(str(path), timeout)
+
+    def load_adapter(
+        self, name: str, path: str | Path, timeout: float | None = None, *, replaces: bool = False
+    ) -> Awaitable[None]:
+        """In any state: every engine loads a LoRA adapter, from a folder that each rank can read, or none does.
+
+        Sent at once, as the signals. Engines that register later load it before they get requests: keep the files.
+
+        Args:
+            name: The ``adapter`` of requests for it.
+            path: The folder that peft's ``save_pretrained`` has written.
+            timeout: Seconds until the change is undone.
+            replaces: Whether an adapter of this name is replaced; requests that have begun finish with the old one.
+
+        Raises:
+            InvalidRequestError: The name is not a text of 1 to LONGEST_NAME characters; or (from the awaitable) it is
+                in use.
+            CheckpointError: (from the awaitable) names the engines that failed, and why.
+            TransitionTimeoutError: (from the awaitable) names the engines that have not answered.
+            CoordinatorError: (from the awaitable) the coordinator can't be reached.
+        """
+        return self._change_adapters(name, str(path), timeout, replaces=replaces)
+
+    def unload_adapter(self, name: str, timeout: float | None = None) -> Awaitable[None]:
+        """In any state: no engine accepts further requests for an adapter; those that have begun finish with it.
+
+        Raises:
+            AdapterNotFoundError: (from the awaitable) there is no adapter of this name.
+            InvalidRequestError: (from the awaitable) the engines were started with it.
+            TransitionTimeoutError: (from the awaitable) names the engines that have not answered.
+            CoordinatorError: (from the awaitable) the coordinator can't be reached.
+        """
+        return self._change_adapters(name, "", timeout, replaces=False)
+
+    def _change_adapters(self, name: str, path: str, timeout: float | None, *, replaces: bool) -> Awaitable[None]:
+        if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
+            raise InvalidRequestError(
+                f"lora_name={name!r} must be a text of 1 to {LONGEST_NAME} characters", field="lora_name"
+            )
+        self._require_started()
+        return self._calls.change_adapters(name, path, timeout, replaces=replaces)
 
     def set_generation_epoch(self, generation_epoch: int) -> Awaitable[None]:
         """In any state: engines stamp their requests with this epoch of a training, in ``policy_epoch`` and

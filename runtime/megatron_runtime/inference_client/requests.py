@@ -80,8 +80,10 @@ class ClientRequests:
                 field="request_uuid",
             )
         body = _checked_body(prompt, sampling_params)
-        salt = sampling_params.cache_salt if sampling_params is not None else None
-        entry = Outstanding(body, _packed(body), self._hashes(prompt, salt), future, on_update)
+        salt, adapter = (
+            (None, None) if sampling_params is None else (sampling_params.cache_salt, sampling_params.adapter)
+        )
+        entry = Outstanding(body, _packed(body), self._hashes(prompt, salt, adapter), future, on_update)
         self.next_id += 1
         self._outstanding[future.request_uuid] = entry
         self.futures[future.request_id] = future
@@ -225,10 +227,11 @@ class ClientRequests:
         if entry.future.cancelled():
             self._drop(entry)
 
-    def _hashes(self, prompt: Prompt, salt: str | None) -> list[int]:
+    def _hashes(self, prompt: Prompt, salt: str | None, adapter: str | None) -> list[int]:
         if not self.hash_block_size or isinstance(prompt, str):
             return []
-        return compute_block_hashes(prompt[: self.hash_block_size * MAX_HASHED_BLOCKS], self.hash_block_size, salt)
+        first = prompt[: self.hash_block_size * MAX_HASHED_BLOCKS]
+        return compute_block_hashes(first, self.hash_block_size, salt, adapter)
 
 
 def _end(entry: Outstanding, error: Exception) -> None:

@@ -16,21 +16,26 @@ HASH_PRIME = 2305843009213693951
 HASH_BASE = 31
 
 
-def compute_block_hashes_batched(prompt_tokens: Tensor, block_size: int, salt: str | None = None) -> list[int]:
+def compute_block_hashes_batched(
+    prompt_tokens: Tensor, block_size: int, salt: str | None = None, adapter: str | None = None
+) -> list[int]:
     """Hash every complete block of a prompt, each together with all blocks before it.
 
     Args:
         prompt_tokens: int64 [prompt length].
         block_size: Tokens per block.
         salt: As for compute_block_hashes.
+        adapter: The same.
 
     Returns:
         As for compute_block_hashes.
     """
-    return compute_block_hashes(prompt_tokens.tolist(), block_size, salt)
+    return compute_block_hashes(prompt_tokens.tolist(), block_size, salt, adapter)
 
 
-def compute_block_hashes(tokens: Sequence[int], block_size: int, salt: str | None = None) -> list[int]:
+def compute_block_hashes(
+    tokens: Sequence[int], block_size: int, salt: str | None = None, adapter: str | None = None
+) -> list[int]:
     """Hash every complete block of a list of tokens, for processes without torch.
 
     Token sums use wrapping 64-bit arithmetic, chains unbounded integers. Different blocks can have the same hash, and
@@ -41,13 +46,15 @@ def compute_block_hashes(tokens: Sequence[int], block_size: int, salt: str | Non
         block_size: Tokens per block.
         salt: Prompts with different salts have different hashes. Users who do not share a salt can't find out by the
             prefix cache what the others asked.
+        adapter: Identifies the adapter that computes the keys and values; prompts with different ones have different
+            hashes.
 
     Returns:
         One hash from 1 to HASH_PRIME for each of the ``len(tokens) // block_size`` complete blocks.
     """
     weights = _block_weights(block_size)
     chain: list[int] = []
-    parent = 0 if salt is None else _salt_hash(salt)
+    parent = 0 if salt is None and adapter is None else _salt_hash(salt, adapter)
     for start in range(0, len(tokens) - block_size + 1, block_size):
         token_hash = _signed(sum(map(mul, tokens[start : start + block_size], weights))) % HASH_PRIME
         parent = (parent * HASH_BASE + token_hash) % HASH_PRIME + 1
@@ -55,8 +62,10 @@ def compute_block_hashes(tokens: Sequence[int], block_size: int, salt: str | Non
     return chain
 
 
-def _salt_hash(salt: str) -> int:
-    return int.from_bytes(hashlib.sha256(salt.encode()).digest()[:8]) % HASH_PRIME + 1
+def _salt_hash(salt: str | None, adapter: str | None) -> int:
+    # UTF-8 has no byte 255, so that no salt has the hash of another one with an adapter.
+    parts = ([] if adapter is None else [b"\xff" + adapter.encode()]) + ([] if salt is None else [salt.encode()])
+    return int.from_bytes(hashlib.sha256(b"\xff".join(parts)).digest()[:8]) % HASH_PRIME + 1
 
 
 @lru_cache(maxsize=16)

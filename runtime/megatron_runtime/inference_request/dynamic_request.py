@@ -57,6 +57,8 @@ class DynamicInferenceRequest(InferenceRequest):
     enable_prefix_caching: bool = False
     precomputed_block_hashes: list[int] = field(default_factory=list)
     """One hash for each complete block of the prompt."""
+    adapter_digest: str | None = None
+    """SHA-256 of the adapter's files, in hexadecimal; None without an adapter."""
     num_cached_tokens: int = 0
     """Number of prompt tokens whose keys and values were in the prefix cache."""
     ttft: float | None = None
@@ -88,7 +90,9 @@ class DynamicInferenceRequest(InferenceRequest):
         assert self.prompt_tokens is not None
         assert self.block_size_tokens is not None
         salt = self.sampling_params.cache_salt if self.sampling_params is not None else None
-        self.precomputed_block_hashes = compute_block_hashes_batched(self.prompt_tokens, self.block_size_tokens, salt)
+        self.precomputed_block_hashes = compute_block_hashes_batched(
+            self.prompt_tokens, self.block_size_tokens, salt, self.adapter_digest
+        )
 
     @property
     def remaining_prompt_length(self) -> int:

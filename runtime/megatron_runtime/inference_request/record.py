@@ -86,6 +86,7 @@ class DynamicInferenceRequestRecord:
             stop_word_ids=old.stop_word_ids,
             block_size_tokens=old.block_size_tokens,
             enable_prefix_caching=old.enable_prefix_caching,
+            adapter_digest=old.adapter_digest,
         )
         for name in _JOINED_LISTS:
             setattr(new, name, None if getattr(old, name) is None else [])

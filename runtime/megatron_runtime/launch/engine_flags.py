@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_runtime.launch.lora_modules import parse_modules
 from megatron_runtime.launch.options import EngineOptions, ModelSource
 from megatron_runtime.launch.quantity import parse_bytes
 
@@ -30,14 +31,15 @@ class ModelFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFlags:
-    """The engine of each replica group; all fields but the amounts of memory are those of EngineOptions."""
+    """The engine of each replica group; fields but adapters and amounts of memory are those of EngineOptions."""
 
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = EngineOptions.dtype
     quantized_weights: Annotated[
         str,
         typer.Option(
-            help="Of GGUF files. expand: convert them to the dtype. keep: compute with them as they are, on a CPU,"
-            " which is faster and takes less memory, but rounds the inputs of products to int8."
+            help="expand: convert them to the dtype. keep: compute with those of GGUF files, and of int4 and int8 in"
+            " safetensors, as they are, on a CPU, which is faster and takes less memory, but rounds the inputs of"
+            " products to int8."
         ),
     ] = EngineOptions.quantized_weights
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = EngineOptions.device
@@ -78,6 +80,13 @@ class EngineFlags:
             help="On a GPU, keep the bits of answers independent of other requests, which takes longer.",
         ),
     ] = EngineOptions.batch_invariant
+    num_speculative_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Most tokens that a step verifies for a request besides its next one; they are copied from its earlier"
+            " tokens, and change no answer. 0: none."
+        ),
+    ] = EngineOptions.num_speculative_tokens
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of equal prompt prefixes.")] = (
         EngineOptions.prefix_caching
     )
@@ -97,6 +106,17 @@ class EngineFlags:
     moe_enable_routing_replay: Annotated[
         bool, typer.Option("--moe-enable-routing-replay", help="Return the experts of each token with the answer.")
     ] = EngineOptions.moe_enable_routing_replay
+    lora_modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='A LoRA adapter as name=folder, or as {"name": ..., "path": ...}; may be repeated. Requests name it as'
+            " their model."
+        ),
+    ] = None
+    max_loras: Annotated[int, typer.Option(help="Most LoRA adapters that are loaded at once.")] = (
+        EngineOptions.max_loras
+    )
+    max_lora_rank: Annotated[int, typer.Option(help="Largest r of a LoRA adapter.")] = EngineOptions.max_lora_rank
     check_finite: Annotated[bool, typer.Option("--check-finite", help="Refuse weights with NaN or infinity.")] = (
         EngineOptions.check_finite
     )
@@ -106,7 +126,8 @@ class EngineFlags:
         values = dict(vars(self))
         cache = _bytes_or_none(values.pop("kv_cache_memory"), "--kv-cache-memory")
         device = _bytes_or_none(values.pop("device_memory"), "--device-memory")
-        return EngineOptions(kv_cache_bytes=cache, device_memory_bytes=device, **values)
+        adapters = parse_modules(values.pop("lora_modules") or [])
+        return EngineOptions(kv_cache_bytes=cache, device_memory_bytes=device, lora_modules=adapters, **values)
 
 
 def _bytes_or_none(text: str | None, flag: str) -> int | None:

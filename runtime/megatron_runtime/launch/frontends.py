@@ -75,6 +75,7 @@ class PodFrontends:
             metrics_folder=str(self.metrics_folder.path),
             hands_over=not self._options.identity.is_standalone,
             http=self._options.http,
+            lora_modules=dict(self._options.engine.lora_modules),
             sampling_defaults=sampling_defaults(self._options.http, tokenizer_path),
         )
         self._group = FrontendGroup(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.attention import plan_attention
 from megatron_runtime.model.attention_kind import attention_kind
 from megatron_runtime.model.config import ModelConfig
@@ -18,6 +19,7 @@ from megatron_runtime.model.hidden_pool import HiddenPool
 from megatron_runtime.model.kernel_warm_up import use_kernels
 from megatron_runtime.model.kernels import cpu_attention, row_kernels
 from megatron_runtime.model.kv_cache import KVCache
+from megatron_runtime.model.lora.adapter_slots import AdapterSlots
 from megatron_runtime.model.packed_linear import can_pack, pack_linears
 from megatron_runtime.model.placements import Placement, layer_placements, norm_placements, whole
 from megatron_runtime.model.positions import Positions
@@ -66,6 +68,8 @@ class Decoder(nn.Module):
         self.origin: Origin | None = None
         """The files of the weights; None for weights that were created in memory."""
         self.positions = Positions(config, dtype, device)
+        self.adapters: AdapterSlots | None = None
+        """The adapters of this decoder; `use_adapters` creates them."""
 
     @property
     def device(self) -> torch.device:
@@ -88,6 +92,8 @@ class Decoder(nn.Module):
         """
         plan = plan_attention(batch, kv_cache)
         positions = self.positions(batch.positions)
+        if self.adapters is not None:
+            self.adapters.begin(batch.adapters)
         hidden = self._begin(batch)
         for index, (number, layer) in enumerate(zip(self.shard.layers, self.layers, strict=True)):
             hidden = layer(hidden, positions[number], plan, kv_cache.layer(index), tape)
@@ -129,12 +135,32 @@ class Decoder(nn.Module):
             vocabulary = self.config.vocab_size if self.ranks.position.samples else None
             use_kernels(self, layers, self.positions, cache, vocabulary)
 
+    def use_adapters(self, device: torch.device | None = None) -> AdapterSlots:
+        """The adapters of this decoder, none at first. Later weights get them too.
+
+        Args:
+            device: The device that computes; None: that of the weights, which are not released.
+
+        Raises:
+            CheckpointError: The weights are those of a live model, whose modules have another layout.
+        """
+        if self.is_shared:
+            raise CheckpointError(
+                "adapters are not supported on a live model of Megatron Core; load its checkpoint with load_model"
+            )
+        if self.adapters is None:
+            self.adapters = AdapterSlots(self.shard, self.dtype, device or self.device)
+            self.adapters.attach(self.layers)
+        return self.adapters
+
     def replace_with(self, other: Decoder) -> None:
-        """Replace the contents by those of another decoder, which must not be used afterwards."""
-        keeps_quantized = self.keeps_quantized
+        """Replace the contents by those of another decoder, which must not be used afterwards. Adapters remain."""
+        keeps_quantized, adapters = self.keeps_quantized, self.adapters
         vars(self).clear()
         vars(self).update(vars(other))
-        self.keeps_quantized = keeps_quantized
+        self.keeps_quantized, self.adapters = keeps_quantized, adapters
+        if adapters is not None:
+            adapters.attach(self.layers)
 
     def copy_from(self, other: Decoder) -> None:
         """Copy the other decoder's weights into the memory of this one's. Both are unpacked, with the same

@@ -3,8 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AdapterRows:
+    """The adapters of the rows of a pass."""
+
+    slots: NDArray[np.int32]
+    """[T], the slot of each row's adapter; -1 for none."""
+
+    device: torch.device
+    """The device that computes."""
+
+    @cached_property
+    def groups(self) -> list[tuple[int, Tensor]]:
+        """Every slot in use, with its rows: int64 [rows of the slot], on the device."""
+        used = np.unique(self.slots[self.slots >= 0]).tolist()
+        return [(slot, torch.from_numpy(np.flatnonzero(self.slots == slot)).to(self.device)) for slot in used]
 
 
 @dataclass(frozen=True)
@@ -29,3 +50,5 @@ class ForwardBatch:
     """int32 [R, max blocks], rows padded with 0 past ``ceil(context_lengths / block_size_tokens)``."""
     logit_rows: Tensor
     """int64 [L], the rows of the batch whose logits are requested, ascending."""
+    adapters: AdapterRows | None = None
+    """The adapters of the rows; None if no row has one."""

@@ -75,6 +75,8 @@ def update_weights(model: Decoder, weights: Weights) -> None:
             or NaN or infinity; it names them.
     """
     if isinstance(weights, nn.Module) or (isinstance(weights, Mapping) and is_megatron_state(weights)):
+        if model.adapters:
+            raise CheckpointError("adapters are not supported on the weights of a live model; unload them first")
         model.replace_with(from_live_model(model, weights))
         return
     fresh = _read(model, weights)

@@ -16,6 +16,8 @@ SEEDS = 2**64
 _PRIORITY_LIMIT = 2**31
 LONGEST_SALT = 255
 """Maximum number of characters of a cache salt."""
+LONGEST_NAME = 255
+"""Maximum number of characters of the name of an adapter."""
 LONGEST_MARKER = 64
 """Maximum number of characters of a marker of reasoning."""
 _MOST_BAD_WORDS = 1000
@@ -123,6 +125,8 @@ class SamplingParams:
     """The text that ends the reasoning."""
     cache_salt: str | None = None
     """Requests use only cached prefixes of requests with the same salt. A secret salt hides them from other users."""
+    adapter: str | None = None
+    """Name of the LoRA adapter that is applied to the model."""
     pooling: str | None = None
     """The result has an ``embedding`` instead of an answer: the hidden state of the prompt's last token ("last"), or
     the mean over its tokens ("mean"). Needs ``num_tokens_to_generate=0``."""
@@ -232,7 +236,7 @@ class SamplingParams:
             )
         self._check_grammar()
         self._check_thinking()
-        self._check_cache_salt()
+        self._check_texts()
         self._check_pooling()
         derived = self.top_n_logprobs > 0 and not self.skip_prompt_log_probs
         if self.return_prompt_top_n_logprobs not in (None, derived):
@@ -262,12 +266,11 @@ class SamplingParams:
                     f"{name}={value!r} must be a text of {shortest} to {LONGEST_MARKER} characters", field=name
                 )
 
-    def _check_cache_salt(self) -> None:
-        salt = self.cache_salt
-        if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= LONGEST_SALT):
-            raise InvalidRequestError(
-                f"cache_salt={salt!r} must be a text of 1 to {LONGEST_SALT} characters", field="cache_salt"
-            )
+    def _check_texts(self) -> None:
+        for name, longest in (("cache_salt", LONGEST_SALT), ("adapter", LONGEST_NAME)):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and 0 < len(value) <= longest):
+                raise InvalidRequestError(f"{name}={value!r} must be a text of 1 to {longest} characters", field=name)
 
     def _check_pooling(self) -> None:
         if self.pooling is None:

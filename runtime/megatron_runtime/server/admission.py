@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import Protocol
 
@@ -71,6 +72,18 @@ class AdmissionController:
     def is_ready(self) -> bool:
         """Whether a request would be admitted now."""
         return not self._draining and self._has_replica_group() and not self._is_refusing()
+
+    @property
+    def adapters(self) -> dict[str, str] | None:
+        """Names and paths of the adapters that requests can name; None while no replica group is registered."""
+        if self._service is None or not self._service.engines:
+            return None
+        return {adapter.name: adapter.path for adapter in self._service.adapters}
+
+    async def refresh(self) -> None:
+        """Requests the state of the service, which may be newer than the last one that was reported."""
+        with contextlib.suppress(MegatronInferenceError):
+            self._service = await self._client.service_state()
 
     @property
     def load(self) -> int:

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Depends, FastAPI
 from fastapi.responses import JSONResponse, Response
 from starlette.middleware.cors import CORSMiddleware
 
+from megatron_runtime.server.adapter_routes import adapter_routes
 from megatron_runtime.server.anthropic.message_routes import ERROR_RESPONSES, message_routes
 from megatron_runtime.server.body_limit import BodyLimit
 from megatron_runtime.server.errors import formatted_error, install_error_handlers
@@ -67,6 +68,7 @@ def _routers(frontend: FrontendContext) -> Iterator[APIRouter]:
     yield status_routes(frontend, dependencies=guarded)
     yield load_routes(frontend, dependencies=guarded)
     yield control_routes(frontend)
+    yield adapter_routes(frontend)
     yield _probes(frontend)
     yield _probes(frontend, prefix="/v1", include_in_schema=False)
 

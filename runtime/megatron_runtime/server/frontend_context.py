@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -92,11 +93,25 @@ class FrontendContext:
         of_key = self.api_keys.cache_salt(request.headers.get("authorization"), request.headers.get("x-api-key"))
         return hashlib.sha256(f"{of_key}/{of_field or ''}".encode()).hexdigest()
 
-    def check_model(self, name: str) -> None:
-        """Raises ApiError 404 unless ``name`` is the served model, or Megatron's clients are served."""
-        if name != self.options.served_name and not self.options.http.megatron_http:
-            message = f"model: {name!r} is not served here; the served model is {self.options.served_name!r}"
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """Names and paths of the adapters that requests can name as their model."""
+        known = self.admission.adapters
+        return self.options.lora_modules if known is None else known
+
+    async def check_model(self, name: str) -> None:
+        """Raises ApiError 404 unless ``name`` is the served model or an adapter, or Megatron's clients are served."""
+        if name == self.options.served_name or name in self.adapters or self.options.http.megatron_http:
+            return
+        await self.admission.refresh()  # An adapter may have been loaded by way of another server.
+        if name not in self.adapters:
+            served = ", ".join(map(repr, (self.options.served_name, *self.adapters)))
+            message = f"model: {name!r} is not served here; the served model is {served}"
             raise ApiError(404, message, param="model", code="model_not_found")
+
+    def adapter(self, name: str) -> str | None:
+        """The adapter that a model's name means; None for the base model."""
+        return name if name != self.options.served_name and name in self.adapters else None
 
     def tasks(
         self,
@@ -184,6 +199,6 @@ class FrontendContext:
         limit = min(limit, self.options.sampling_defaults.get(LONGEST_ANSWER, limit))
         vocab_size = self.tokenizer.vocab_size
         params = sampling_params(body, sample=sample, limit=limit, vocab_size=vocab_size, grammar=grammar)
-        params.cache_salt = cache_salt
+        params.cache_salt, params.adapter = cache_salt, self.adapter(body.model)
         parsing.limit_thinking(params, body.thinking_budget)
         return params

@@ -109,6 +109,8 @@ class FrontendOptions:
     """Whether other endpoints can serve the requests when this one drains: it then closes its port instead of answering
     with 503."""
     http: HttpOptions = field(default_factory=HttpOptions)
+    lora_modules: Mapping[str, str] = field(default_factory=dict)
+    """Names and paths of the adapters that the engines start with."""
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Of fields that a request does not have, as from ``generation_config.sampling_defaults``."""
 

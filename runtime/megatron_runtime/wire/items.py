@@ -187,12 +187,52 @@ class EngineLoad(NamedTuple):
     """How long the current step has been running; 0 between steps."""
     weight_version: int = 0
     """Version of its weights."""
+    draft_tokens: int = 0
+    """Tokens drafted since the engine started."""
+    accepted_draft_tokens: int = 0
+    """Those that were the sampled tokens."""
 
     @classmethod
     def parse(cls, raw: Any) -> EngineLoad:
-        values = fields(raw, 8, "engine load")
-        counts = [natural(value, name) for value, name in zip(values[:6], cls._fields, strict=False)]
-        return cls._make([*counts, seconds(values[6], "step_seconds"), natural(values[7], "weight_version")])
+        values = zip(cls._fields, fields(raw, len(cls._fields), "engine load"), strict=True)
+        return cls._make((seconds if name == "step_seconds" else natural)(value, name) for name, value in values)
+
+
+class AdapterEntry(NamedTuple):
+    """A LoRA adapter that every engine of the service has."""
+
+    name: str
+    path: str
+    """Of its folder, which every rank can read."""
+    generation: int
+    """Differs from those of all earlier adapters of the service, also of the same name."""
+
+    @classmethod
+    def parse(cls, raw: Any) -> AdapterEntry:
+        name, path, generation = fields(raw, 3, "adapter")
+        return cls(text(name, "adapter"), text(path, "path"), natural(generation, "generation"))
+
+
+class AdapterReport(NamedTuple):
+    """engine -> coordinator: the adapters of an engine."""
+
+    version: int = 0
+    """Of the last assignment by a coordinator; 0: none so far."""
+    assigned: Sequence[AdapterEntry] = ()
+    own: Sequence[AdapterEntry] = ()
+    """Those that it was started with."""
+
+    @classmethod
+    def parse(cls, raw: Any) -> AdapterReport:
+        version, assigned, own = fields(raw, 3, "adapters")
+        return cls(natural(version, "version"), adapter_entries(assigned), adapter_entries(own))
+
+
+def adapter_entries(raw: Any) -> list[AdapterEntry]:
+    """A list of adapters."""
+    if type(raw) is not list or len(raw) > MAX_BATCH:
+        raise MalformedMessage(f"adapters are not a list of at most {MAX_BATCH}")
+    return [AdapterEntry.parse(entry) for entry in raw]
 
 
 class Registration(NamedTuple):
@@ -209,10 +249,15 @@ class Registration(NamedTuple):
     load: EngineLoad
     weights_path: str
     """Path of the last weights that it got from a coordinator, if it still has them; else empty."""
+    adapters: AdapterReport = AdapterReport()
+    """The LoRA adapters that it has."""
 
     @classmethod
     def parse(cls, message: Message) -> Registration:
-        replica_group, attempt, incarnation, state, draining, claims, load, weights_path = arguments(message, 8)
+        has_adapters = len(message.args) > 8
+        replica_group, attempt, incarnation, state, draining, claims, load, path, *adapters = arguments(
+            message, 8 + has_adapters
+        )
         if type(claims) is not list:
             raise MalformedMessage("claims are not a list")
         return cls(
@@ -223,12 +268,14 @@ class Registration(NamedTuple):
             flag(draining, "draining"),
             [uuid_bytes(uuid) for uuid in claims],
             EngineLoad.parse(load),
-            text(weights_path, "weights path"),
+            text(path, "weights path"),
+            AdapterReport.parse(*adapters) if adapters else AdapterReport(),
         )
 
     def wire(self) -> Sequence[Any]:
-        """The arguments of a REGISTER message."""
-        return (*self[:3], self.state.value, *self[4:])
+        """The arguments of a REGISTER message; without adapters, those that earlier versions accept too."""
+        count = len(self) - (self.adapters == AdapterReport())
+        return (*self[:3], self.state.value, *self[4:count])
 
 
 def engine_state(value: Any) -> EngineState:

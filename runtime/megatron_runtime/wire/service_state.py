@@ -31,9 +31,21 @@ class EngineView:
     """How long the current step had been running at the time of the report."""
     weight_version: int
     """Number of weight updates."""
+    draft_tokens: int
+    """Tokens drafted since this engine started."""
+    accepted_draft_tokens: int
+    """Those that were the sampled tokens."""
     draining: bool
     ready: bool
     """Whether it has reached the state of the service and gets requests."""
+
+
+@dataclass(frozen=True)
+class AdapterView:
+    """A LoRA adapter that requests can name."""
+
+    name: str
+    path: str
 
 
 @dataclass(frozen=True)
@@ -56,10 +68,15 @@ class ServiceState:
     """Requests since the coordinator started."""
     dropped_messages: int
     """Malformed, stale or unexpected messages since the coordinator started."""
+    adapters: tuple[AdapterView, ...] = ()
+    """In the order of their names."""
 
     def serialize(self) -> dict[str, Any]:
-        """As plain maps and lists."""
-        return asdict(self)
+        """As plain maps and lists; without adapters, as earlier versions read it too."""
+        content = asdict(self)
+        if not self.adapters:
+            del content["adapters"]
+        return content
 
     @classmethod
     def deserialize(cls, content: Any) -> ServiceState:
@@ -70,17 +87,21 @@ class ServiceState:
         """
         try:
             engines = tuple(EngineView(**view) for view in content["engines"])
-            state = cls(**{**content, "engines": engines})
-        except (TypeError, KeyError):
+            adapters = tuple(AdapterView(**view) for view in content.get("adapters", ()))
+            state = cls(**{**content, "engines": engines, "adapters": adapters})
+        except (TypeError, KeyError, AttributeError):
             raise MalformedMessage("not a service state") from None
         _check_fields(state)
         for view in engines:
             _check_fields(view)
+        for adapter in adapters:
+            _check_fields(adapter)
         return state
 
 
-def _check_fields(part: ServiceState | EngineView) -> None:
-    engine_state(part.state)
+def _check_fields(part: ServiceState | EngineView | AdapterView) -> None:
+    if not isinstance(part, AdapterView):
+        engine_state(part.state)
     for field in fields(part):
         allowed = _TYPES.get(str(field.type))
         if allowed is not None and type(getattr(part, field.name)) not in allowed:

@@ -14,7 +14,7 @@ from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.headers import EngineState, Headers
 from megatron_runtime.wire import codec
 from megatron_runtime.wire.bodies import RequestBody, TokenChunk
-from megatron_runtime.wire.items import EngineLoad, Registration, Submission, items
+from megatron_runtime.wire.items import AdapterEntry, AdapterReport, EngineLoad, Registration, Submission, items
 from megatron_runtime.wire.protocol_errors import QUIET_SECONDS, ProtocolErrors
 from megatron_runtime.wire.security import coordinator_address, derive_keys, is_loopback, require_key_or_loopback
 from megatron_runtime.wire.service_state import EngineView, ServiceState
@@ -83,8 +83,9 @@ def test_a_batch_needs_a_body_for_each_item() -> None:
 
 def test_a_registration_survives_encoding_and_decoding() -> None:
     registration = Registration(
-        3, 2, "abc", EngineState.PAUSED, True, [bytes(16)], EngineLoad(1, 2, 3, 4, 5, 6, 0.5, 7), "/models/7"
-    )
+        3, 2, "abc", EngineState.PAUSED, True, [bytes(16)], EngineLoad(1, 2, 3, 4, 5, 6, 0.5, 7, 8, 9), "/models/7",
+        AdapterReport(3, [AdapterEntry("a", "/a", 2)], [AdapterEntry("b", "/b", 0)]),
+    )  # fmt: skip
     assert Registration.parse(codec.decode(codec.encode(Headers.REGISTER, *registration.wire()))) == registration
 
 
@@ -154,6 +155,8 @@ def test_a_service_state_survives_encoding_and_decoding() -> None:
         {"engines": None},
         {"engines": [{}]},
         {"engines": [{**service_state()["engines"][0], "running": None}]},
+        {"adapters": [{"name": "a"}]},
+        {"adapters": [{"name": "a", "path": 7}]},
         {"more": 1},
     ],
 )

@@ -13,7 +13,8 @@ from runtime_support.rank_processes import run_ranks
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 from suite_support.worker import free_port
 
-from megatron_runtime.engine.worker.lock_step import LockStepEngine, run_follower
+from megatron_runtime.engine.worker.follower_actions import run_follower
+from megatron_runtime.engine.worker.lock_step import LockStepEngine
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.single_rank import SingleRank

@@ -15,7 +15,9 @@ from runtime_support.group_scenarios import join
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engine.profiler import FOLDER_VARIABLE
-from megatron_runtime.engine.worker.lock_step import LockStepEngine, run_follower
+from megatron_runtime.engine.sampling.grammar import RequestGuide
+from megatron_runtime.engine.worker.follower_actions import run_follower
+from megatron_runtime.engine.worker.lock_step import LockStepEngine
 from megatron_runtime.errors import CheckpointError, LockStepError, LostRankError
 from megatron_runtime.guides import lark_grammar, regex_grammar
 from megatron_runtime.inference_request import DynamicInferenceRequest
@@ -25,6 +27,7 @@ from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.items import AdapterEntry
 
 BLOCK = 4
 STEM = list(range(40, 61))
@@ -104,9 +107,10 @@ def serve(engine: Any, *, interrupt: Callable[[int], None] = lambda _: None) -> 
 
 
 def serve_in_lock_step(rank: int, sizes: ParallelSizes, port: int, path: Path, mode: str) -> dict[str, Any]:
-    """The same on several ranks, with a pause and a suspension in between."""
+    """The same on several ranks, with a pause and a suspension in between. Each rank measures other times of masks."""
+    setattr(RequestGuide, "mask_milliseconds", property(lambda _: 5 + rank, lambda _, __: None))  # noqa: B010
     ranks = join(sizes, rank, port)
-    engine = build(path, ranks, kv_cache_management_mode=mode, offload_weights=True)
+    engine = build(path, ranks, kv_cache_management_mode=mode, offload_weights=True, num_speculative_tokens=3)
     results: dict[str, Any] = {}
     if rank:
         run_follower(engine, ranks)
@@ -219,3 +223,36 @@ def wait_idle(rank: int, sizes: ParallelSizes, port: int, path: Path) -> float:
     time.sleep(3.0)
     first.release_followers()
     return time.process_time() - before
+
+
+def adapt(rank: int, sizes: ParallelSizes, port: int, path: Path, folders: list[Path]) -> dict[str, Any]:
+    """Adapters that are assigned, refused, replaced and unloaded while requests use them."""
+    ranks = join(sizes, rank, port)
+    engine = build(path, ranks)
+    results: dict[str, Any] = {}
+    if rank:
+        run_follower(engine, ranks)
+    else:
+        first = LockStepEngine(engine, ranks)
+        names = [f"adapter {number}" for number in range(len(folders))]
+        entries = [AdapterEntry(name, str(folder), 1) for name, folder in zip(names, folders, strict=True)]
+        first.assign_adapters(entries)
+        try:
+            first.assign_adapters([*entries, AdapterEntry("missing", str(path / "nowhere"), 2)])
+        except CheckpointError as error:
+            results["error"] = str(error)
+        params = [
+            SamplingParams(num_tokens_to_generate=8, ignore_eos=True, temperature=0, adapter=a) for a in (*names, None)
+        ]
+        futures = [first.add_request(number, [1, 2, 3], each) for number, each in enumerate(params)]
+        first.step_modern()
+        first.assign_adapters([])
+        while first.has_unfinished_requests():
+            first.step_modern()
+        results["answers"] = [future.result(timeout=0).merge().generated_tokens for future in futures]
+        refused = first.add_request(9, [1, 2, 3], params[0]).result(timeout=0).merge()
+        results["refused"] = refused.status.name
+        first.release_followers()
+    results["loaded"] = len(engine.controller.model.use_adapters())
+    ranks.close()
+    return results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from runtime_support.paged_requests import PagedRequests
 from runtime_support.resident_memory import peak_growth
 
 from megatron_runtime.errors import CheckpointError
+from megatron_runtime.model.adapters import load_adapter
 from megatron_runtime.model.checkpoint import load_model
 from megatron_runtime.model.refit import offload_weights, restore_weights, update_weights
 from megatron_runtime.parallel.layout import ParallelSizes
@@ -111,3 +113,28 @@ def measure_load(rank: int, sizes: ParallelSizes, port: int, small: Path, large:
     weights = sum(view.nbytes for view in model.destinations().values())
     ranks.close()
     return {"peak": peak, "weights": weights}
+
+
+def adapt(
+    rank: int, sizes: ParallelSizes, port: int, path: Path, folders: list[Path], tokens: list[int]
+) -> dict[str, Any]:
+    """The logits of each adapter and without one, in one pass; and the error of one that is damaged on a rank."""
+    ranks = join(sizes, rank, port)
+    model = load_model(path, dtype="float32", ranks=ranks)
+    for slot, folder in enumerate(folders):
+        load_adapter(model, slot, folder, max_rank=64)
+    requests = PagedRequests(model, num_blocks=64, block_size_tokens=4)
+    requests.adapters = {str(slot): slot for slot in range(len(folders))}
+    logits = requests.logits(dict.fromkeys((*requests.adapters, "without"), tokens))
+    ranks.barrier("the passes are done")
+    said: dict[str, Any] = {"logits": logits}
+    own = folders[0].parent / f"of rank {rank}"
+    shutil.copytree(folders[0], own)
+    if rank == 0:
+        (own / "adapter_model.safetensors").write_bytes(b"damaged")
+    try:
+        load_adapter(model, len(folders), own, max_rank=64)
+    except CheckpointError as error:
+        said["complaint"] = str(error)
+    ranks.close()
+    return said

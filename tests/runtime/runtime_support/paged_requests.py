@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.forward_batch import AdapterRows, ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
 
 
@@ -23,6 +23,8 @@ class PagedRequests:
         self._free = random.Random(seed).sample(range(num_blocks), num_blocks)
         self._tables: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
+        self.adapters: dict[str, int] = {}
+        """The slots of the requests with an adapter."""
 
     def forward(self, new_tokens: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
         """One pass over the new tokens of each request; the logits of all of them, [new tokens, vocab]."""
@@ -78,4 +80,9 @@ class PagedRequests:
             context_lengths=torch.tensor([self._lengths[name] for name in new_tokens], dtype=torch.int32),
             block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
             logit_rows=torch.arange(starts[-1]),
+            adapters=self._adapter_rows(new_tokens),
         )
+
+    def _adapter_rows(self, new_tokens: Mapping[str, Sequence[int]]) -> AdapterRows | None:
+        slots = [self.adapters.get(name, -1) for name, tokens in new_tokens.items() for _ in tokens]
+        return AdapterRows(np.array(slots, np.int32), self.decoder.device) if self.adapters else None

@@ -57,6 +57,8 @@ from megatron_operator.api.v1alpha1.serving import (
     Pooling,
     RoutingPolicy,
     RoutingSpec,
+    Speculation,
+    SpeculationMethod,
 )
 from megatron_operator.api.v1alpha1.status import (
     CachePhase,
@@ -130,6 +132,8 @@ __all__ = [
     "Scheduling",
     "ServiceType",
     "Source",
+    "Speculation",
+    "SpeculationMethod",
     "Toleration",
     "TopologyMode",
     "VolumeSource",

@@ -13,7 +13,7 @@ from megatron_runtime.wire.batches import in_batches
 from megatron_runtime.wire.bodies import TokenChunk
 from megatron_runtime.wire.codec import Message
 from megatron_runtime.wire.dealer import Dealer
-from megatron_runtime.wire.items import EngineLoad, Finished, Progress, Registration
+from megatron_runtime.wire.items import AdapterReport, EngineLoad, Finished, Progress, Registration
 from megatron_runtime.wire.protocol_errors import ProtocolErrors
 
 HEARTBEAT_SECONDS = 1.0
@@ -28,8 +28,8 @@ class CoordinatorConnection:
     engine answers with all that the coordinator has missed.
 
     Args:
-        describe: Returns the engine's state, whether it drains, the UUIDs of its requests, its load, and the path of
-            the last weights that it got from a coordinator.
+        describe: Returns the engine's state, whether it drains, the UUIDs of its requests, its load, the path of the
+            last weights that it got from a coordinator, and its adapters.
         on_message: Called with every message except those of the registration.
         on_registering: Called before each registration, after which the coordinator assigns all requests again.
         on_refused: Called with the reason when the coordinator refuses the engine.
@@ -42,7 +42,7 @@ class CoordinatorConnection:
         replica_group: int,
         attempt: int,
         key: str | None,
-        describe: Callable[[], tuple[EngineState, bool, list[bytes], EngineLoad, str]],
+        describe: Callable[[], tuple[EngineState, bool, list[bytes], EngineLoad, str, AdapterReport]],
         on_message: Callable[[Message], None],
         on_registering: Callable[[], None],
         on_refused: Callable[[str], None],
@@ -100,6 +100,11 @@ class CoordinatorConnection:
                 self._dealer.send(Headers.WEIGHTS_UPDATED, version, "" if error is None else str(error) or repr(error))
 
         update.add_done_callback(report)
+
+    def report_adapters(self, version: int, error: str) -> None:
+        """Report that the engine has this version of the adapters, or why it keeps another one."""
+        if self.registered.is_set():
+            self._dealer.send(Headers.ADAPTERS_ASSIGNED, version, error)
 
     def report_draining(self) -> None:
         """Report that the engine accepts no new requests."""
@@ -175,7 +180,7 @@ class CoordinatorConnection:
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
             if self.registered.is_set():
-                state, _, _, load, _ = self._describe()
+                state, _, _, load, *_ = self._describe()
                 self._dealer.send(Headers.HEARTBEAT, state.value, load)
             elif self._registering_since is not None:
                 self._register_again()

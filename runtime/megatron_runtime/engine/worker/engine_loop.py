@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megatron_runtime.engine.worker.adapter_assignments import AdapterAssignments
 from megatron_runtime.engine.worker.coordinator_connection import CoordinatorConnection
 from megatron_runtime.engine.worker.inbox import Inbox
 from megatron_runtime.engine.worker.loop_requests import LoopRequests
@@ -22,7 +23,7 @@ from megatron_runtime.headers import REQUEST_MESSAGES, EngineState, Headers
 from megatron_runtime.lifecycle import BROADCASTS, SOURCE_STATES, TRANSITIONAL_STATE, ReachedStates, reached_states
 from megatron_runtime.notifier import Notifier
 from megatron_runtime.wire.codec import MalformedMessage, Message
-from megatron_runtime.wire.items import EngineLoad, arguments, natural, text
+from megatron_runtime.wire.items import AdapterReport, EngineLoad, arguments, natural, text
 
 if TYPE_CHECKING:
     from megatron_runtime.model.refit import Weights
@@ -77,10 +78,12 @@ class EngineLoop:
         self._thread = ThreadPoolExecutor(1, "engine-step", initializer=prepare_thread)
         self._on_state = on_state
         self._requests = LoopRequests(engine, self._wake_from_thread)
+        self._adapters = AdapterAssignments(engine, self._in_thread, self._connection.report_adapters)
         self._inbox = Inbox(
             engine,
             self._requests,
             self._connection,
+            self._adapters,
             in_thread=self._in_thread,
             on_change=lambda: self._changed.notify(),
         )
@@ -296,8 +299,9 @@ class EngineLoop:
 
     # Registration and end
 
-    def _describe(self) -> tuple[EngineState, bool, list[bytes], EngineLoad, str]:
-        return self.state, self._draining, self._requests.uuids, self._load(), self._weights.given_path
+    def _describe(self) -> tuple[EngineState, bool, list[bytes], EngineLoad, str, AdapterReport]:
+        requests, load = self._requests.uuids, self._load()
+        return self.state, self._draining, requests, load, self._weights.given_path, self._adapters.describe()
 
     def _load(self) -> EngineLoad:
         stats = self._engine.stats()
@@ -311,6 +315,8 @@ class EngineLoop:
             stats.generated_tokens_total,
             0.0 if started is None else time.monotonic() - started,
             stats.weight_version,
+            stats.draft_tokens_total,
+            stats.accepted_draft_tokens_total,
         )
 
     def _leave(self, reason: str) -> None:

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megatron_runtime.engine.worker.lock_step import Action, run_follower
+from megatron_runtime.engine.worker.follower_actions import run_follower
+from megatron_runtime.engine.worker.lock_step import Action
 from megatron_runtime.engine.worker.weight_updates import require_idle
 from megatron_runtime.errors import CheckpointError, EngineError
 from megatron_runtime.headers import EngineState, Headers

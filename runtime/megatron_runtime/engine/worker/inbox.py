@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from megatron_runtime.engine.worker.adapter_assignments import AdapterAssignments
 from megatron_runtime.engine.worker.coordinator_connection import CoordinatorConnection
 from megatron_runtime.engine.worker.loop_requests import LoopRequest, LoopRequests
 from megatron_runtime.engine.worker.protocol import Engine
@@ -21,7 +22,7 @@ from megatron_runtime.headers import Headers
 from megatron_runtime.wire.batches import BATCH_BYTES
 from megatron_runtime.wire.bodies import RequestBody
 from megatron_runtime.wire.codec import Message
-from megatron_runtime.wire.items import Assignment, arguments, items, natural, uuid_bytes
+from megatron_runtime.wire.items import Assignment, adapter_entries, arguments, items, natural, uuid_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class Inbox:
         engine: Engine,
         requests: LoopRequests,
         connection: CoordinatorConnection,
+        adapters: AdapterAssignments,
         *,
         in_thread: Callable[[Callable[[], Any]], Awaitable[Any]],
         on_change: Callable[[], None],
@@ -63,9 +65,10 @@ class Inbox:
         self._engine = engine
         self._requests = requests
         self._connection = connection
+        self._adapters = adapters
         self._in_thread = in_thread
         self._on_change = on_change
-        self._queue: deque[_Arrival | Callable[[], object]] = deque()
+        self._queue: deque[_Arrival | Callable[[], Awaitable[object] | object]] = deque()
         self._withheld = WithheldBodies(connection.ask_for_bodies)
 
     def __bool__(self) -> bool:
@@ -81,6 +84,10 @@ class Inbox:
                 self._queue.append(self._engine.increment_staleness)
             case Headers.RESET_PREFIX_CACHE:
                 self._queue.append(self._engine.invalidate_prefix_cache)
+            case Headers.ASSIGN_ADAPTERS:
+                version, entries = arguments(message, 2)
+                version = natural(version, "version")
+                self._queue.append(partial(self._adapters.apply, version, adapter_entries(entries)))
             case Headers.SUBMIT_REQUEST:
                 assignments = items(message, Assignment.parse)
                 self._queue.extend(map(_Arrival, assignments, message.bodies))
@@ -103,7 +110,9 @@ class Inbox:
             else:
                 act = self._queue.popleft()
                 assert not isinstance(act, _Arrival)
-                act()
+                done = act()
+                if isinstance(done, Awaitable):
+                    await done
         self._withheld.ask()
 
     async def _admit(self) -> None:

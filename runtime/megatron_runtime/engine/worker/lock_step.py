@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import secrets
 import threading
@@ -28,9 +27,9 @@ from megatron_runtime.inference_request import DynamicInferenceRequest
 from megatron_runtime.model.refit import Weights
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.items import AdapterEntry
 
 T = TypeVar("T")
-OnAction = Callable[[str, list[Any], CheckpointError | None], None]
 
 HEARTBEAT_SECONDS = 5.0
 """Interval of the first rank's heartbeats while it is idle; they detect lost ranks."""
@@ -43,13 +42,14 @@ class Action(StrEnum):
     SUSPEND = "suspend"
     RESUME = "resume"
     UPDATE_WEIGHTS = "update weights"
+    ASSIGN_ADAPTERS = "assign adapters"
     BARRIER = "barrier"
     START_PROFILER = "start profiler"
     STOP_PROFILER = "stop profiler"
     LEAVE = "leave"
 
 
-class _Change(StrEnum):
+class Change(StrEnum):
     """What changes the requests between two actions."""
 
     GRAMMAR = "grammar"
@@ -100,32 +100,32 @@ class LockStepEngine:
         if params.seed is None:
             params.seed = secrets.randbits(63)
         tokens = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
-        self._changes.append((_Change.ADD, request_id, tokens, params.serialize(), list(generated)))
+        self._changes.append((Change.ADD, request_id, tokens, params.serialize(), list(generated)))
         return self._engine.add_request(request_id, prompt, params, generated=generated)
 
     def compile_grammar(self, grammar: str) -> Future[Any]:
         """As DynamicInferenceEngine does; the other ranks begin with the next action."""
-        self._changes.append((_Change.GRAMMAR, grammar))
+        self._changes.append((Change.GRAMMAR, grammar))
         return self._engine.compile_grammar(grammar)
 
     def abort_request(self, request_id: int) -> bool:
         """As DynamicInferenceEngine does."""
-        self._changes.append((_Change.ABORT, request_id))
+        self._changes.append((Change.ABORT, request_id))
         return self._engine.abort_request(request_id)
 
     def set_generation_epoch(self, epoch: int) -> None:
         """As DynamicInferenceEngine does."""
-        self._changes.append((_Change.EPOCH, epoch))
+        self._changes.append((Change.EPOCH, epoch))
         self._engine.set_generation_epoch(epoch)
 
     def increment_staleness(self) -> None:
         """As DynamicInferenceEngine does."""
-        self._changes.append((_Change.STALENESS, 0))
+        self._changes.append((Change.STALENESS, 0))
         self._engine.increment_staleness()
 
     def invalidate_prefix_cache(self) -> None:
         """As DynamicInferenceEngine does."""
-        self._changes.append((_Change.PREFIXES, 0))
+        self._changes.append((Change.PREFIXES, 0))
         self._engine.invalidate_prefix_cache()
 
     def note_finished(self, request: DynamicInferenceRequest) -> None:
@@ -162,15 +162,15 @@ class LockStepEngine:
 
     def suspend(self) -> None:
         """All ranks release memory; LostRankError names lost and late ranks."""
-        self._execute(lambda: _suspend(self._engine, self._ranks), Action.SUSPEND)
+        self._execute(lambda: suspend_together(self._engine, self._ranks), Action.SUSPEND)
 
     def resume(self) -> None:
         """All ranks allocate their memory again; LostRankError names lost and late ranks."""
-        self._execute(lambda: _resume(self._engine, self._ranks), Action.RESUME)
+        self._execute(lambda: resume_together(self._engine, self._ranks), Action.RESUME)
 
     def barrier(self, occasion: str) -> None:
         """Wait until all ranks have executed all earlier actions; LostRankError names lost and late ranks."""
-        self._execute(lambda: _barrier(self._engine, self._ranks, occasion), Action.BARRIER, occasion)
+        self._execute(lambda: barrier_together(self._engine, self._ranks, occasion), Action.BARRIER, occasion)
 
     def update_weights(self, weights: Weights, *, version: int | None = None) -> int:
         """As DynamicInferenceEngine does, from files that all ranks can read, or tensors that every rank gets.
@@ -185,6 +185,16 @@ class LockStepEngine:
         return self._execute(
             lambda: self._engine.update_weights(weights, version=version), Action.UPDATE_WEIGHTS, path, version
         )
+
+    @property
+    def own_adapters(self) -> Sequence[tuple[str, str]]:
+        """As DynamicInferenceEngine does."""
+        return self._engine.own_adapters
+
+    def assign_adapters(self, entries: Sequence[AdapterEntry]) -> None:
+        """As EngineAdapters.assign; CheckpointError if a rank can't load one, and no rank has changed its adapters."""
+        content = [list(entry) for entry in entries]
+        self._execute(lambda: self._engine.assign_adapters(entries), Action.ASSIGN_ADAPTERS, content)
 
     def release_followers(self) -> None:
         """End the followers; there are no actions after it."""
@@ -247,99 +257,19 @@ def refuse_request_timeout(config: InferenceConfig) -> None:
         )
 
 
-def run_follower(
-    engine: RankEngine,
-    ranks: Ranks,
-    on_action: OnAction | None = None,
-    own_weights: Callable[[], Weights] | None = None,
-) -> None:
-    """Execute the actions of the first rank until it releases this one.
-
-    Args:
-        engine: The engine of this rank.
-        ranks: The replica group.
-        on_action: Called after every action, with its arguments, and the error if no rank has executed it.
-        own_weights: Waits for the tensors of new weights that this rank gets, if the first rank accepts tensors.
-
-    Raises:
-        LostRankError: Ranks are lost or late; the error names them.
-        LockStepError: This rank has computed another schedule than the first one.
-    """
-    while True:
-        inbox = ranks.share_inbox(None)
-        if not inbox:
-            continue
-        changes, (action, *args) = msgpack.unpackb(inbox)
-        for change in changes:
-            _apply(engine, *change)
-        if action == Action.LEAVE:
-            return
-        if action == Action.UPDATE_WEIGHTS and args[0] is None:
-            assert own_weights is not None, "the first rank accepts tensors that this one does not get"
-            args[0] = own_weights()
-        refusal = _execute(engine, ranks, action, args)
-        engine.pop_reports()  # the first rank reports them
-        if on_action is not None:
-            on_action(action, args, refusal)
-
-
-def _apply(engine: RankEngine, kind: str, subject: Any, *args: Any) -> None:
-    if kind == _Change.GRAMMAR:
-        engine.compile_grammar(subject)
-        return
-    if kind == _Change.EPOCH:
-        engine.set_generation_epoch(subject)
-        return
-    if kind == _Change.STALENESS:
-        engine.increment_staleness()
-        return
-    if kind == _Change.PREFIXES:
-        engine.invalidate_prefix_cache()
-        return
-    if kind == _Change.ABORT:
-        engine.abort_request(subject)
-        return
-    prompt, params, generated = args
-    # The first rank reports the errors of a request, which are the same there.
-    with contextlib.suppress(Exception):
-        engine.add_request(subject, prompt, SamplingParams.deserialize(params), generated=generated)
-
-
-def _execute(engine: RankEngine, ranks: Ranks, action: str, args: list[Any]) -> CheckpointError | None:
-    match action:
-        case Action.STEP:
-            engine.step_modern()
-        case Action.SUSPEND:
-            _suspend(engine, ranks)
-        case Action.RESUME:
-            _resume(engine, ranks)
-        case Action.BARRIER:
-            _barrier(engine, ranks, args[0])
-        case Action.START_PROFILER:
-            engine.start_profiler()
-        case Action.STOP_PROFILER:
-            with contextlib.suppress(OSError):  # every rank of a machine reports the same
-                engine.stop_profiler()
-        case Action.UPDATE_WEIGHTS:
-            try:
-                engine.update_weights(args[0], version=args[1])
-            except CheckpointError as error:
-                return error  # no rank has loaded them
-        case _:
-            raise AssertionError(f"unknown action {action}")
-    return None
-
-
-def _barrier(engine: RankEngine, ranks: Ranks, occasion: str) -> None:
+def barrier_together(engine: RankEngine, ranks: Ranks, occasion: str) -> None:
+    """Wait until all ranks have done their earlier work."""
     engine.barrier(occasion)
     ranks.barrier(occasion)
 
 
-def _suspend(engine: RankEngine, ranks: Ranks) -> None:
+def suspend_together(engine: RankEngine, ranks: Ranks) -> None:
+    """Release the memory of this rank, and wait for the others."""
     engine.suspend()
     ranks.barrier("suspend")
 
 
-def _resume(engine: RankEngine, ranks: Ranks) -> None:
+def resume_together(engine: RankEngine, ranks: Ranks) -> None:
+    """Allocate the memory of this rank again, and wait for the others."""
     engine.resume()
     ranks.barrier("resume")

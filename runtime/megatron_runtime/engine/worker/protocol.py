@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron_runtime.headers import EngineState
 from megatron_runtime.inference_request import DynamicInferenceRequest
 from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.items import AdapterEntry
 
 if TYPE_CHECKING:
     from megatron_runtime.config import InferenceConfig
@@ -34,9 +35,12 @@ class RequestEngine(Protocol):
 
 
 class WeightEngine(Protocol):
-    """The methods of an engine for weights."""
+    """The methods of an engine for weights and adapters."""
 
     def update_weights(self, weights: Weights, *, version: int | None) -> int: ...
+    @property
+    def own_adapters(self) -> Sequence[tuple[str, str]]: ...
+    def assign_adapters(self, entries: Sequence[AdapterEntry]) -> None: ...
 
 
 class Engine(RequestEngine, WeightEngine, Protocol):

@@ -37,11 +37,12 @@ def main() -> None:
     import torch
 
     from megatron_runtime.model.cache_layout import CacheLayout
-    from megatron_runtime.model.kernels import cpu_attention, quantized_products, row_kernels
+    from megatron_runtime.model.kernels import adapter_kernel, cpu_attention, quantized_products, row_kernels
 
     for name in chosen.dtype:
         dtype = getattr(torch, name)
         row_kernels.prepare(dtype)
+        adapter_kernel.prepare(dtype)
         for head_dim in chosen.head_dim:
             cpu_attention.prepare(CacheLayout(1, 1, head_dim, head_dim), dtype)
         for kind in chosen.quantization:

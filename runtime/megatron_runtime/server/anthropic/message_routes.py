@@ -42,7 +42,7 @@ def message_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
         openapi_extra=request_example(documentation.COUNT_TOKENS_REQUEST),
     )
     async def count_tokens(body: CountTokensBody, request: Request) -> Response:
-        frontend.check_model(body.model)
+        await frontend.check_model(body.model)
         size = len(await request.body())
         return JsonResponse({"input_tokens": await frontend.large_bodies.run(size, _count, body, frontend)})
 

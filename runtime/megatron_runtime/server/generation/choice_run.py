@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron_runtime.errors import ContextOverflowError, InvalidRequestError
+from megatron_runtime.errors import AdapterNotFoundError, ContextOverflowError, InvalidRequestError
 from megatron_runtime.inference_client import InferenceClient, StreamUpdate
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.model.tokenizer.detokenizer import IncrementalDetokenizer
@@ -204,6 +204,8 @@ def _raise_if_failed(request: DynamicInferenceRequest) -> None:
     if not request.failed():
         return
     match error := request.error:
+        case AdapterNotFoundError():  # It was unloaded while the request was on its way.
+            raise ApiError(404, f"model: {error}", param="model", code="model_not_found")
         case InvalidRequestError():
             raise ApiError(400, str(error), param=error.field)
         case ContextOverflowError(is_transient=False):

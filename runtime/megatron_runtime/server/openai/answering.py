@@ -45,7 +45,6 @@ class _Prepared:
 
 
 def _prepare(frontend: FrontendContext, body: GenerationBody, request: Request, style: AnswerFormat) -> _Prepared:
-    frontend.check_model(body.model)
     prompts, parsing = style.prompts(body, frontend)
     key = idempotency_key(request, body)
     tasks = frontend.tasks(body, prompts, key, parsing, cache_salt=frontend.cache_salt(request, body.cache_salt))
@@ -60,6 +59,7 @@ async def answer_request(
     Raises:
         ApiError: The request can't be answered.
     """
+    await frontend.check_model(body.model)
     size = len(await request.body())
     prepared = await frontend.large_bodies.run(size, _prepare, frontend, body, request, style)
     generation = frontend.generation(prepared.tasks, prepared.key, timeout=body.timeout)

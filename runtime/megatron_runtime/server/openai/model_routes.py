@@ -26,12 +26,13 @@ def model_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
 
     @router.get("/models", responses=answers(documentation.MODELS_ANSWER))
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(frontend)]}
+        adapters = [_adapter(frontend, name) for name in frontend.adapters]
+        return {"object": "list", "data": [_model(frontend), *adapters]}
 
     @router.get("/models/{name:path}", responses=answers(documentation.MODEL_ANSWER))
     async def model(name: str) -> dict[str, Any]:
-        frontend.check_model(name)
-        return _model(frontend)
+        await frontend.check_model(name)
+        return _model(frontend) if frontend.adapter(name) is None else _adapter(frontend, name)
 
     return router
 
@@ -47,7 +48,7 @@ def token_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
         openapi_extra=request_example(documentation.TOKENIZE_REQUEST),
     )
     async def to_tokens(body: TokenizeBody, request: Request) -> Response:
-        frontend.check_model(body.model or frontend.options.served_name)
+        await frontend.check_model(body.model or frontend.options.served_name)
         longest, size = frontend.options.max_sequence_length, len(await request.body())
         form = frontend.message_format.tool_format
         return JsonResponse(await frontend.large_bodies.run(size, tokenize, body, frontend.tokenizer, longest, form))
@@ -59,7 +60,7 @@ def token_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
         openapi_extra=request_example(documentation.DETOKENIZE_REQUEST),
     )
     async def to_text(body: DetokenizeBody, request: Request) -> Response:
-        frontend.check_model(body.model or frontend.options.served_name)
+        await frontend.check_model(body.model or frontend.options.served_name)
         size = len(await request.body())
         return JsonResponse(await frontend.large_bodies.run(size, detokenize, body, frontend.tokenizer))
 
@@ -78,3 +79,8 @@ def _model(frontend: FrontendContext) -> dict[str, Any]:
         "owned_by": "megatron",
         "max_model_len": frontend.options.max_sequence_length,
     }
+
+
+def _adapter(frontend: FrontendContext, name: str) -> dict[str, Any]:
+    """As vLLM describes it."""
+    return {**_model(frontend), "id": name, "root": frontend.adapters[name], "parent": frontend.options.served_name}

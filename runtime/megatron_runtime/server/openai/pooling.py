@@ -63,6 +63,7 @@ async def answer_pooling(
     Raises:
         ApiError: The request can't be answered.
     """
+    await frontend.check_model(body.model)
     size = len(await request.body())
     key = idempotency_key(request, body)
     salt = frontend.cache_salt(request, body.cache_salt)
@@ -82,7 +83,6 @@ async def answer_pooling(
 def _prepare(
     frontend: FrontendContext, body: PoolingBody, inputs: Inputs, key: IdempotencyKey | None, salt: str | None
 ) -> tuple[list[list[int]], list[ChoiceTask]]:
-    frontend.check_model(body.model)
     if not inputs:
         raise ApiError(400, "input: must not be empty", param="input")
     longest, tokenizer = frontend.options.max_sequence_length, frontend.tokenizer
@@ -94,6 +94,7 @@ def _prepare(
             pooling=frontend.options.http.pooling,
             priority=body.priority,
             cache_salt=salt,
+            adapter=frontend.adapter(body.model),
         )
     except InvalidRequestError as error:
         raise ApiError(400, str(error), param=error.field) from error

@@ -36,7 +36,7 @@ def pooling_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
         openapi_extra=request_example(documentation.EMBEDDINGS_REQUEST),
     )
     async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
-        frontend.check_model(body.model)
+        await frontend.check_model(body.model)
         _check_dimensions(body)
         inputs = [("input", value) for value in body.inputs]
         return await answer_pooling(frontend, body, request, inputs, lambda pooled: _embeddings(body, pooled))

@@ -11,6 +11,7 @@ from megatron_runtime.engine.step_result import EngineStats, PartialOutput
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord, Status
 from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.items import AdapterEntry
 
 
 def expected_tokens(prompt: str | list[int], params: SamplingParams) -> list[int]:
@@ -38,7 +39,9 @@ class FakeEngine:
         fail_at_step: The step that raises.
         steps: Steps done.
         weights: Those that it was given, in order.
-        refuses: The path of weights that it can't load.
+        refuses: The path of weights or of an adapter that it can't load.
+        own: Names and paths of the adapters that it was started with.
+        adapters: Those that the coordinator has assigned.
         epochs: Generation epochs that were set.
         staleness: Weight updates that were counted.
         prefix_resets: How often the cached prefixes were dropped.
@@ -61,6 +64,8 @@ class FakeEngine:
     prefix_resets: int = 0
     profiles: list[str] = field(default_factory=list)
     ledger: list[str | None] = field(default_factory=list)
+    own: list[tuple[str, str]] = field(default_factory=list)
+    adapters: list[AdapterEntry] = field(default_factory=list)
     _running: dict[int, _Running] = field(default_factory=dict)
     _finished: list[DynamicInferenceRequestRecord] = field(default_factory=list)
     _partials: dict[int, PartialOutput] = field(default_factory=dict)
@@ -146,6 +151,15 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         load = EngineStats(len(self._running), 0, 100, len(self._running), 0, self.steps, 0)
         return replace(load, weight_version=self.weight_version)
+
+    @property
+    def own_adapters(self) -> list[tuple[str, str]]:
+        return self.own
+
+    def assign_adapters(self, entries: Sequence[AdapterEntry]) -> None:
+        if any(entry.path == self.refuses for entry in entries):
+            raise CheckpointError(f"{self.refuses}: not an adapter")
+        self.adapters = list(entries)
 
     def update_weights(self, weights: Any, *, version: int | None) -> int:
         if weights == self.refuses:

@@ -25,12 +25,14 @@ BATCHES = (
 )
 TO_COORDINATOR = {
     Headers.CONNECT: 1,
-    Headers.REGISTER: 8,
+    Headers.REGISTER: 9,
     Headers.HEARTBEAT: 2,
     Headers.STATE: 1,
     Headers.SERVICE_STATE: 2,
     Headers.UPDATE_WEIGHTS: 3,
     Headers.WEIGHTS_UPDATED: 2,
+    Headers.CHANGE_ADAPTERS: 5,
+    Headers.ADAPTERS_ASSIGNED: 2,
     Headers.DRAIN: 0,
     Headers.DISCONNECT: 2,
     Headers.SHUTDOWN: 0,

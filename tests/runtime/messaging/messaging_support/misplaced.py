@@ -10,7 +10,7 @@ from messaging_support.malformed import SECRET, Frames, unknown_replies
 from megatron_runtime.headers import Headers
 from megatron_runtime.lifecycle import SIGNALS
 from megatron_runtime.wire import codec
-from megatron_runtime.wire.items import EngineLoad, Submission
+from megatron_runtime.wire.items import AdapterReport, EngineLoad, Submission
 
 uuids = st.binary(min_size=16, max_size=16)
 numbers = st.integers(0, 9)
@@ -35,6 +35,7 @@ of_clients = st.one_of(
     _messages(Headers.RESET_PREFIX_CACHE, numbers, 5.0),
     _messages(Headers.START_CUDA_PROFILER, numbers, 5.0),
     _messages(Headers.UPDATE_WEIGHTS, numbers, 5.0, SECRET),
+    _messages(Headers.CHANGE_ADAPTERS, numbers, 5.0, "a", SECRET, st.booleans()),
     _messages(Headers.SERVICE_STATE, numbers, st.booleans()),
     _messages(Headers.SHUTDOWN),
 )
@@ -44,8 +45,11 @@ of_engines = st.one_of(
     _messages(Headers.BODIES_NEEDED, st.lists(uuids, max_size=3)),
     _messages(Headers.STATE, st.sampled_from(["RUNNING", "PAUSED", "STOPPED"])),
     _messages(Headers.WEIGHTS_UPDATED, numbers, ""),
+    _messages(Headers.ADAPTERS_ASSIGNED, numbers, ""),
     _messages(Headers.DRAIN),
 )
 """Messages that only a registered engine may send."""
-registrations = _messages(Headers.REGISTER, numbers, numbers, "x", "RUNNING", True, [], EngineLoad(), "")
+registrations = _messages(
+    Headers.REGISTER, numbers, numbers, "x", "RUNNING", True, [], EngineLoad(), "", AdapterReport()
+)
 connections = _messages(Headers.CONNECT, numbers)

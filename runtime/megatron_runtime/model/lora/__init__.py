@@ -1,0 +1,1 @@
+"""LoRA adapters in peft's format, several of them on one model."""
