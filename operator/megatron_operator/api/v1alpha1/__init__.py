@@ -11,13 +11,22 @@ from megatron_operator.api.v1alpha1.expose import (
     ParentRef,
     ServiceType,
 )
-from megatron_operator.api.v1alpha1.model import DType, HuggingFaceSource, ImageSource, Model, Source, VolumeSource
+from megatron_operator.api.v1alpha1.model import (
+    DType,
+    HuggingFaceSource,
+    ImageSource,
+    Model,
+    ObjectStorageSource,
+    Source,
+    VolumeSource,
+)
 from megatron_operator.api.v1alpha1.operations import (
     AutoSuspendSpec,
     CordonedNodesPolicy,
     DisruptionSpec,
     FailurePolicy,
     Gang,
+    GroupTopology,
     ImagePullPolicy,
     Lifecycle,
     PodTemplate,
@@ -25,8 +34,9 @@ from megatron_operator.api.v1alpha1.operations import (
     RolloutSpec,
     Scheduling,
     Toleration,
+    TopologyMode,
 )
-from megatron_operator.api.v1alpha1.pods import ComputeResources, Device, Pods
+from megatron_operator.api.v1alpha1.pods import ComputeResources, Device, GpuAllocation, PodResourceClaim, Pods
 from megatron_operator.api.v1alpha1.resource import (
     API_VERSION,
     CPU_KV_CACHE,
@@ -88,6 +98,8 @@ __all__ = [
     "FailurePolicy",
     "Frontend",
     "Gang",
+    "GpuAllocation",
+    "GroupTopology",
     "HTTPRouteExposure",
     "HuggingFaceSource",
     "ImagePullPolicy",
@@ -103,10 +115,12 @@ __all__ = [
     "Model",
     "NetworkPolicyPeer",
     "ObjectMeta",
+    "ObjectStorageSource",
     "Parallelism",
     "ParentRef",
     "Parser",
     "Phase",
+    "PodResourceClaim",
     "PodTemplate",
     "Pods",
     "Pooling",
@@ -121,5 +135,6 @@ __all__ = [
     "Speculation",
     "SpeculationMethod",
     "Toleration",
+    "TopologyMode",
     "VolumeSource",
 ]
