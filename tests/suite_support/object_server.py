@@ -1,24 +1,29 @@
-"""A server with S3's API on loopback: moto's, which needs an environment of its own.
+"""A server with S3's API on loopback: moto's, from the Python environment of the clients.
 
-Its requirements exclude those of the Kubernetes client, so that it is not among the tests' libraries. Install it with
-``python -m venv FOLDER; FOLDER/bin/pip install 'moto[server]'``, and set MEGATRON_MOTO_SERVER to
-FOLDER/bin/moto_server.
+Its requirements exclude those of the Kubernetes client, so that it is not among the tests' libraries.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
-import pytest
+from obstore.store import S3Store
 
-VARIABLE = "MEGATRON_MOTO_SERVER"
+TESTS = Path(__file__).parents[1]
+for folder in (TESTS / "cluster", TESTS / "runtime" / "server" / "clients"):
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))  # for client_support; pytest's importlib mode does not add it
+
+from client_support import further_python  # noqa: E402
+
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
 
 
@@ -31,7 +36,7 @@ class ObjectServer:
 
     def put(self, bucket: str, objects: Mapping[str, bytes]) -> None:
         """Stores the objects, by the library that the runtime uses."""
-        store = pytest.importorskip("obstore.store").S3Store(
+        store = S3Store(
             bucket,
             access_key_id=KEYS["AWS_ACCESS_KEY_ID"],
             secret_access_key=KEYS["AWS_SECRET_ACCESS_KEY"],
@@ -45,11 +50,8 @@ class ObjectServer:
 
 @contextmanager
 def object_server(*buckets: str) -> Iterator[ObjectServer]:
-    """A server with these buckets. Skips the test where the program or the library is not installed."""
-    program = os.environ.get(VARIABLE) or shutil.which("moto_server")
-    if program is None:
-        pytest.skip(f"moto_server is not installed; see {__name__}, and set {VARIABLE}")
-    pytest.importorskip("obstore", reason="pip install 'megatron-inference[object-storage]'")
+    """A server with these buckets."""
+    program = further_python.find(os.environ).with_name("moto_server")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
