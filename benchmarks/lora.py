@@ -2,7 +2,8 @@
 
 A random Llama of 110 million parameters, and adapters of all linear modules. One engine computes the job without
 adapters and with them in turn; request number i has adapter i modulo the number of adapters. The time of prompts and
-that of decode steps are separate. Compare the ratios; absolute numbers apply to one machine only.
+that of decode steps are separate. Times are those of the processor, so that other load matters less. Compare the
+ratios; absolute numbers apply to one machine only.
 
     python benchmarks/lora.py
     python benchmarks/lora.py --dtype bfloat16 --rank 16 --threads 2
@@ -30,7 +31,7 @@ from offline_throughput import MODELS, make_prompts, write_checkpoint
 from peers.command_line import positive, print_table
 from peers.turns import ratio_cells
 
-COLUMNS = ["requests", "phase", "base, tokens/s", "adapters, tokens/s", "ratio of the times", "of the pairs"]
+COLUMNS = ["requests", "phase", "base, tokens per CPU s", "adapters, tokens per CPU s", "ratio of the times", "of the pairs"]
 LINEAR = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
 
 
