@@ -31,7 +31,7 @@ from offline_throughput import MODELS, make_prompts, write_checkpoint
 from peers.command_line import positive, print_table
 from peers.turns import ratio_cells
 
-COLUMNS = ["requests", "phase", "base, tokens per CPU s", "adapters, tokens per CPU s", "ratio of the times", "of the pairs"]
+COLUMNS = ["requests", "phase", "base, tokens/CPU s", "adapters, tokens/CPU s", "ratio of the times", "of the pairs"]
 LINEAR = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
 
 

@@ -10,7 +10,15 @@ from megatron_operator.api.v1alpha1.expose import (
     ParentRef,
     ServiceType,
 )
-from megatron_operator.api.v1alpha1.model import DType, HuggingFaceSource, ImageSource, Model, Source, VolumeSource
+from megatron_operator.api.v1alpha1.model import (
+    AdapterSpec,
+    DType,
+    HuggingFaceSource,
+    ImageSource,
+    Model,
+    Source,
+    VolumeSource,
+)
 from megatron_operator.api.v1alpha1.operations import (
     AutoSuspendSpec,
     CordonedNodesPolicy,
@@ -64,6 +72,7 @@ __all__ = [
     "KIND",
     "PLURAL",
     "VERSION",
+    "AdapterSpec",
     "AutoSuspendSpec",
     "ComputeResources",
     "Condition",
