@@ -66,7 +66,8 @@ def _low_rank_kernel(narrow: bool) -> Kernel:
             sums = np.empty(outputs.shape[1], np.float32)
             for row in range(shares[share], shares[share + 1]):
                 slot = slots[row]
-                if slot < 0:
+                # Adapters in later slots do not change this matrix.
+                if slot < 0 or slot >= len(ranks):
                     continue
                 for part in range(len(bounds) - 1):
                     if ranks[slot, part] == 0:
