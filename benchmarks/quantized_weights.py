@@ -1,4 +1,4 @@
-"""Weights of a GGUF file that stay quantized, compared with the same weights expanded to bfloat16, on a CPU.
+"""Quantized weights of a checkpoint, such as a GGUF file, kept and expanded to bfloat16, compared on a CPU.
 
 Everything is measured in turn, and compared pair by pair; absolute numbers apply to one machine only.
 
@@ -64,7 +64,7 @@ def main() -> None:
     """Run the chosen parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS))
-    parser.add_argument("--model", type=Path, default=models_folder() / MODEL, help="a GGUF file")
+    parser.add_argument("--model", type=Path, default=models_folder() / MODEL, help="a GGUF file or a folder")
     parser.add_argument("--pairs", type=positive, default=5)
     parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
     parser.add_argument("--width", type=positive, default=2048, help="columns of the matrix of the products")

@@ -149,6 +149,14 @@ QUESTIONS = {
         "How fast is each replica group?",
         "sum by (replica_group) (rate(megatron_replica_group_generation_tokens_total[5m]))",
     ),
+    "megatron_draft_tokens_total": Question(
+        "How many tokens does speculation draft per second?", f"{BY_MODEL} (rate(megatron_draft_tokens_total[5m]))"
+    ),
+    "megatron_accepted_draft_tokens_total": Question(
+        "What fraction of the drafts is right?",
+        f"{BY_MODEL} (rate(megatron_accepted_draft_tokens_total[5m]))"
+        f" / {BY_MODEL} (rate(megatron_draft_tokens_total[5m]))",
+    ),
     "megatron_dropped_messages_total": Question(
         "Does an unauthorized peer connect?", "increase(megatron_dropped_messages_total[1h]) > 0"
     ),

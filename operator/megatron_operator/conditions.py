@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import Condition, ConditionType, MegatronInferenceStatus
@@ -12,7 +12,7 @@ from megatron_operator.observed_state import EngineState, Signal
 from megatron_operator.replica_groups import ReplicaGroupState
 from megatron_operator.status_inputs import ENGINE_UNREACHABLE, ReplicaGroupView, StatusInputs
 from megatron_operator.timestamps import timestamp
-from megatron_operator.wait_reasons import wait_reason
+from megatron_operator.wait_reasons import CACHE_FAILED, cache_reason, wait_reason
 
 HOLDS_REQUESTS = (EngineState.PAUSED, EngineState.SUSPENDING, EngineState.SUSPENDED, EngineState.RESUMING)
 GROUP_FAILED = "GroupFailed"
@@ -44,6 +44,7 @@ AS_EXPECTED = ConditionState("False", "AsExpected", "")
 
 def compute_conditions(inputs: StatusInputs) -> dict[ConditionType, ConditionState]:
     """All conditions of the resource."""
+    cached = {} if inputs.cache.spec is None else {ConditionType.CACHED: _cached(inputs)}
     return {
         ConditionType.READY: ready(inputs),
         ConditionType.AVAILABLE: available(inputs),
@@ -52,6 +53,7 @@ def compute_conditions(inputs: StatusInputs) -> dict[ConditionType, ConditionSta
         ConditionType.SUSPENDED: suspended(inputs),
         ConditionType.DEGRADED: degraded(inputs),
         ConditionType.FAILED: failed(inputs),
+        **cached,
     }
 
 
@@ -112,6 +114,8 @@ def progressing(inputs: StatusInputs) -> ConditionState:
         return ConditionState("True", "RotatingKeys", words)
     if inputs.leaving_nodes:
         return _leaving_nodes(inputs)
+    if not inputs.cache.is_filled:
+        return replace(_cached(inputs), status="True")
     moving = [view for view in inputs.all_groups if view.state is not ReplicaGroupState.READY and view.given_up is None]
     if moving:
         return _why("True", moving[0], inputs)
@@ -145,6 +149,8 @@ def degraded(inputs: StatusInputs) -> ConditionState:
         return AS_EXPECTED
     if inputs.problems:
         return ConditionState("True", "ApplyFailed", "; ".join(inputs.problems))
+    if (cause := cache_reason(inputs) if inputs.cache.spec else None) is not None and cause.reason == CACHE_FAILED:
+        return ConditionState("True", CACHE_FAILED, cause.message)
     if inputs.stalled_groups:
         return _stalled(inputs)
     if inputs.unrecovered_groups:
@@ -165,6 +171,12 @@ def failed(inputs: StatusInputs) -> ConditionState:
     if inputs.should_have_pods and inputs.leading_group.given_up is not None:
         return _why("True", inputs.leading_group, inputs)
     return AS_EXPECTED
+
+
+def _cached(inputs: StatusInputs) -> ConditionState:
+    """True when the model cache is filled."""
+    cause = cache_reason(inputs)
+    return ConditionState("True" if inputs.cache.is_filled else "False", cause.reason, cause.message)
 
 
 def _names_taken(inputs: StatusInputs) -> ConditionState:

@@ -33,6 +33,7 @@ FIELD_OF_FLAG = {
     "--no-prefix-caching": "spec.engine.prefixCaching",
     "--chunked-prefill": "spec.engine.chunkedPrefill",
     "--no-chunked-prefill": "spec.engine.chunkedPrefill",
+    "--num-speculative-tokens": "spec.engine.speculation.numTokens",
     "--kv-cache-management": "spec.engine.kvCacheManagement",
     "--offload-weights": "spec.engine.offloadWeights",
     "--routing-policy": "spec.routing.policy",

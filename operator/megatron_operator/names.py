@@ -20,6 +20,8 @@ COORDINATOR_PORT = 5557
 RENDEZVOUS_PORT = 29500
 
 CONTAINER = "megatron"
+USER = 65532
+"""An unprivileged user id that nodes do not use."""
 TERMINATION_LOG = "/dev/termination-log"
 
 COORDINATOR_KEY = "coordinator-key"
@@ -38,6 +40,19 @@ EPOCH_ANNOTATION = f"{GROUP}/leader-epoch"
 DEFAULT_IMAGE_ANNOTATION = f"{GROUP}/default-image"
 """The operator's default image at the pod's creation, on pods of resources that name no image."""
 APPLIED_HASH_ANNOTATION = f"{GROUP}/applied-hash"
+
+CACHE_LABEL = f"{GROUP}/model-cache"
+"""The resource's name, on pods that fill its model cache. They have no other label of the resource, so that Services,
+budgets and affinities do not select them."""
+CACHED_SOURCE_ANNOTATION = f"{GROUP}/cached-source"
+"""Hash of the source that a pod reads from the model cache."""
+CACHE_NODE_ANNOTATION = f"{GROUP}/cache-node"
+"""Node whose folder a download Job fills."""
+
+JOB = "Job"
+CLAIM = "PersistentVolumeClaim"
+CACHE_KINDS = (JOB, CLAIM)
+"""Kinds of children that belong to a model cache."""
 
 LEADER = "leader"
 WORKER = "worker"
@@ -127,6 +142,31 @@ def disruption_budget(resource: str) -> str:
 def route(resource: str) -> str:
     """Name of the Ingress, HTTPRoute or InferencePool."""
     return resource
+
+
+def cached_source(resource: MegatronInference) -> str:
+    """Hash of the source of the model, which is also the name of its folder in a cache."""
+    source = resource.spec.model.source
+    return hash_of(source.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"hugging_face": TOKEN}))
+
+
+def download_job(resource: MegatronInference, node: str | None) -> str:
+    """Name of the Job that fills the model cache of a node, or of a volume claim."""
+    return f"{resource.name}-cache-{hash_of([cached_source(resource), _cache_place(resource), node])}"
+
+
+def cache_claim(resource: MegatronInference) -> str:
+    """Name of the claim that the operator creates for the model cache; another source gets another claim."""
+    return f"{resource.name}-cache-{hash_of([cached_source(resource), _cache_place(resource)])}"
+
+
+def _cache_place(resource: MegatronInference) -> Any:
+    cache = resource.spec.model.cache
+    if cache is None:
+        return None
+    return cache.model_dump(
+        mode="json", by_alias=True, exclude_none=True, exclude={"host_path": NODES, "volume_claim": {"size"}}
+    )
 
 
 def keys_child(resource: str) -> str:
@@ -237,6 +277,11 @@ def hash_of(value: Any) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
 
+TOKEN = {"token_secret"}
+"""Fields of a source that do not choose what is downloaded."""
+NODES = {"nodes", "node_selector"}
+"""Fields of a node-local cache that do not choose its folder."""
+
 NO_RESTART = {
     "replicas",
     "lifecycle",
@@ -264,6 +309,9 @@ def template_hash(resource: MegatronInference, image: str) -> str:
         exclude=NO_RESTART,
     )
     spec.get("autoSuspend", {}).pop("stopAfter", None)
+    cache = spec.get("model", {}).get("cache", {})
+    for place, field in (("hostPath", "nodes"), ("hostPath", "nodeSelector"), ("volumeClaim", "size")):
+        cache.get(place, {}).pop(field, None)
     engine = spec.pop("engine", {})
     if resource.spec.kv_cache_memory == CPU_KV_CACHE:
         engine.pop("kvCacheMemory", None)

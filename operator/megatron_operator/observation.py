@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from megatron_operator.control_client import ControlApiUnreachable, ControlClient, PodReport
+from megatron_operator.downloads import ObservedDownload
 from megatron_operator.leader_selection import current_leader
 from megatron_operator.observed_state import ObservedEngine, ObservedPod, ObservedState
 
@@ -102,6 +103,9 @@ def observed_state(
     gang_kinds: frozenset[str] = frozenset(),
     budget_kind: str | None = None,
     cordoned_nodes: frozenset[str] | None = None,
+    downloads: Iterable[ObservedDownload] = (),
+    cache_nodes: tuple[str, ...] | None = (),
+    cached_sources: frozenset[str] | None = None,
     url: str | None = None,
 ) -> ObservedState:
     """``seen`` is every pod with its answer; None stands for a pod that is not part of a group attempt."""
@@ -116,6 +120,9 @@ def observed_state(
         gang_kinds=gang_kinds,
         budget_kind=budget_kind,
         cordoned_nodes=cordoned_nodes,
+        downloads=tuple(downloads),
+        cache_nodes=cache_nodes,
+        cached_sources=cached_sources,
         url=url,
     )
 

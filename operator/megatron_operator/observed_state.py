@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
-from megatron_operator.api.v1alpha1 import Lifecycle
+from megatron_operator.api.v1alpha1 import Cache, Lifecycle
+from megatron_operator.downloads import ObservedDownload
 
 Manifest = Mapping[str, Any]
 
@@ -136,6 +137,8 @@ class ObservedPod:
     """The newest epoch that its launcher has received."""
     registered: bool = False
     """Whether its launcher reports that its engine is registered with a coordinator."""
+    cached_source: str | None = None
+    """Hash of the source that it reads from the model cache; None without one."""
     unreachable_since: float | None = None
     """Since when its launcher has not answered. Its creation time before it has an address; None while it answers."""
 
@@ -198,13 +201,19 @@ class ObservedState:
     """Which of ``names.BUDGET_KINDS`` the cluster serves; None for neither."""
     cordoned_nodes: frozenset[str] | None = None
     """Names of the nodes that are cordoned; None where the operator may not read nodes."""
+    downloads: tuple[ObservedDownload, ...] = ()
+    """The Jobs that fill the model cache."""
+    cache_nodes: tuple[str, ...] | None = ()
+    """Nodes that get the model of a node-local cache; None where the operator may not list nodes."""
+    cached_sources: frozenset[str] | None = None
+    """Sources of all resources that may share a cache with this one; None if they are unknown."""
     url: str | None = None
     """Base URL of the HTTP frontend where it differs from the Service's DNS name."""
 
 
 @dataclass(frozen=True)
 class ApplyChild:
-    """Create the child or update it to this manifest (server-side apply)."""
+    """Create the child or update it to this manifest (server-side apply). A Job is only created, if it is missing."""
 
     manifest: Manifest
 
@@ -325,8 +334,8 @@ class ClusterAdapter(Protocol):
         """
         ...
 
-    async def observe(self, name: str, namespace: str) -> ObservedState:
-        """The current children of the resource and the state of its engine."""
+    async def observe(self, name: str, namespace: str, cache: Cache | None = None) -> ObservedState:
+        """The current children of the resource, the state of its engine and that of its model cache."""
         ...
 
     async def apply(self, name: str, namespace: str, action: Action) -> None:

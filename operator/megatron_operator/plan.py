@@ -15,6 +15,7 @@ from megatron_operator.api.v1alpha1 import Lifecycle, MegatronInference
 from megatron_operator.idle_stop import IdleStop
 from megatron_operator.leader_selection import LeaderSelection, leading_group, next_epoch, running_leader
 from megatron_operator.lifecycle import next_signal
+from megatron_operator.model_cache import ModelCache
 from megatron_operator.names import PodIdentity
 from megatron_operator.observed_state import (
     Action,
@@ -85,6 +86,7 @@ class _Planner:
         )
         self.idle_stop = IdleStop(resource, observed, settings.has_activator)
         self.is_stopped = resource.spec.lifecycle is Lifecycle.STOPPED or self.idle_stop.is_stopped
+        self.cache = ModelCache(resource, observed, settings)
         self.deadlines: list[float] = []
         self.creations = 0
         self.gang_kind = gang_kind(resource, observed.gang_kinds)
@@ -144,8 +146,11 @@ class _Planner:
                 yield ApplyChild(manifest)
         for key in sorted(self.observed.children.keys() - desired.keys() - {names.keys_child(self.resource.name)}):
             kind, name = key.split("/")
-            if kind not in names.GANG_KINDS:
+            if kind not in (*names.GANG_KINDS, *names.CACHE_KINDS):
                 yield DeleteChild(kind, name)
+        yield from self.cache.steps()
+        if (at := self.cache.retry_at) is not None:
+            self.deadlines.append(at)
 
     def _budgets(self) -> Iterator[dict[str, Any]]:
         """The budget, while there should be pods. Evictions are refused by default only if the operator moves groups
@@ -246,8 +251,11 @@ class _Planner:
         yield from self._delete_all(group.live_pods)
 
     def _create(self, group: ReplicaGroup, attempt: int, restarts: int, indices: Sequence[int]) -> Iterator[Action]:
+        if not self.cache.is_filled:
+            return
         if indices:
             yield from self._gang(group.index, attempt)
+        nodes = self.cache.filled_nodes
         for index in indices:
             if self.creations == MAX_CREATIONS:
                 self.deadlines.append(self.observed.now)
@@ -256,12 +264,12 @@ class _Planner:
             leads = index == 0 and group.index == self.leader_selection.initial_leader_group
             epoch = next_epoch(self.resource, self.observed) if leads else 0
             identity = PodIdentity(group.index, attempt, index, leads, self.template_hash, restarts, epoch)
-            yield CreatePod(render_pod(self.resource, identity, self.settings, self.gang_kind))
+            yield CreatePod(render_pod(self.resource, identity, self.settings, self.gang_kind, nodes))
 
     def _follow_replacement(self, group: ReplicaGroup) -> Iterator[Action]:
         """Replace the group if its turn has come. One that served stays until another group has the leader."""
         is_needed = group.has_served and self.leader_selection.is_needed(group.index)
-        if group in self.rolling and not is_needed:
+        if group in self.rolling and not is_needed and self.cache.is_filled:
             yield from self._delete_all(group.pods)
         elif (deadline := group.startup_deadline(self.policy)) is not None:
             self.deadlines.append(deadline)

@@ -144,7 +144,7 @@ async def reconcile(
     except AdapterError as error:
         return ReconcileResult(old_status(obj), patch={}, requeue_after=AFTER_TROUBLE, problems=(str(error),))
     try:
-        observed = await adapter.observe(resource.name, resource.namespace)
+        observed = await adapter.observe(resource.name, resource.namespace, resource.spec.model.cache)
     except AdapterError as error:
         # Without an observation the status stays as it is.
         return ReconcileResult(old_status(obj), patch={}, requeue_after=AFTER_TROUBLE, problems=(str(error),))
@@ -236,7 +236,7 @@ def _on_its_way_out(obj: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_needed_by_pods(action: Action) -> bool:
     if isinstance(action, ApplyChild):
-        return action.manifest["kind"] not in (*names.ROUTE_KINDS, names.BUDGET)
+        return action.manifest["kind"] not in (*names.ROUTE_KINDS, names.BUDGET, names.JOB)
     return isinstance(action, CreateSecret)
 
 

@@ -21,6 +21,7 @@ LEASE_SECONDS_VARIABLE = "MEGATRON_OPERATOR_LEASE_SECONDS"
 WATCH_SILENCE_VARIABLE = "MEGATRON_OPERATOR_WATCH_SILENCE"
 MAX_CONCURRENT_UPGRADES_VARIABLE = "MEGATRON_FLEET_ROLLOUT_MAX_CONCURRENT"
 DISRUPTION_BUDGETS_VARIABLE = "MEGATRON_POD_DISRUPTION_BUDGETS"
+MODEL_CACHES_VARIABLE = "MEGATRON_MODEL_CACHES"
 ACTIVATOR_VARIABLE = "MEGATRON_ACTIVATOR"
 METRICS_FROM_VARIABLE = "MEGATRON_METRICS_FROM"
 CLIENTS_FROM_VARIABLE = "MEGATRON_CLIENTS_FROM"
@@ -73,6 +74,8 @@ class Settings:
     """Resources whose pods are replaced at a time because the default image has changed; 0 for none."""
     disruption_budgets: bool = True
     """Whether resources get a PodDisruptionBudget."""
+    model_caches: bool = True
+    """Whether models are downloaded into caches where resources ask for it."""
     has_activator: bool = False
     """Whether there is an activator, which starts models that were stopped because they were idle."""
     has_spare_nodes: bool = True
@@ -90,6 +93,7 @@ class Settings:
             network_policies=NetworkPolicies.from_environment(environment),
             max_concurrent_upgrades=_count(environment, MAX_CONCURRENT_UPGRADES_VARIABLE, 1),
             has_activator=_is_enabled(environment, ACTIVATOR_VARIABLE, "false"),
+            model_caches=_is_enabled(environment, MODEL_CACHES_VARIABLE, "true"),
             disruption_budgets=_is_enabled(environment, DISRUPTION_BUDGETS_VARIABLE, "true"),
         )
 

@@ -57,7 +57,7 @@ def build_status(
     settings = settings or Settings()
     template_hash = names.template_hash(resource, image_of(resource, settings))
     budget = rollout_budget(resource, settings)
-    inputs = StatusInputs(resource, observed, template_hash, tuple(problems), budget, settings.has_activator)
+    inputs = StatusInputs(resource, observed, template_hash, tuple(problems), budget, settings.has_activator, settings)
     idle_stop = inputs.idle_stop.next_record
     generation = resource.metadata.generation
     groups = [_group_status(view, inputs) for view in inputs.all_groups]
@@ -80,6 +80,7 @@ def build_status(
         selector=names.scale_selector(resource.name),
         leader=_leader_status(inputs),
         replica_groups=groups,
+        cache=inputs.cache.status,
         conditions=written(compute_conditions(inputs), resource.status, generation, observed.now),
     )
 

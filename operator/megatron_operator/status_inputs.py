@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import ConditionType, FailurePolicy, LastFailure, Lifecycle, MegatronInference
 from megatron_operator.idle_stop import IdleStop
 from megatron_operator.leader_selection import leading_group, running_leader
+from megatron_operator.model_cache import ModelCache
 from megatron_operator.observed_state import EngineState, ObservedPod, ObservedState
 from megatron_operator.replica_groups import (
     ReplicaGroup,
@@ -18,6 +19,7 @@ from megatron_operator.replica_groups import (
 )
 from megatron_operator.restarts import GiveUp, Retry, restart_decision
 from megatron_operator.rollout import IN_PLACE, Rollout, RolloutBudget
+from megatron_operator.settings import Settings
 from megatron_operator.timestamps import seconds
 
 ENGINE_UNREACHABLE = "EngineUnreachable"
@@ -56,6 +58,7 @@ class StatusInputs:
     problems: tuple[str, ...] = ()
     rollout_budget: RolloutBudget = IN_PLACE
     has_activator: bool = False
+    settings: Settings = field(default_factory=Settings)
 
     @cached_property
     def last_failures(self) -> dict[int, LastFailure | None]:
@@ -76,6 +79,11 @@ class StatusInputs:
     def idle_stop(self) -> IdleStop:
         """The stop of an idle model."""
         return IdleStop(self.resource, self.observed, self.has_activator)
+
+    @cached_property
+    def cache(self) -> ModelCache:
+        """The model cache."""
+        return ModelCache(self.resource, self.observed, self.settings)
 
     @property
     def should_have_pods(self) -> bool:

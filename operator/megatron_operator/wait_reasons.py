@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_operator.api.v1alpha1 import CachePhase
 from megatron_operator.observed_state import RANK_PHASES, Loading, ObservedPod, PodPhase
 from megatron_operator.replica_groups import GANG_TIMEOUT, ReplicaGroupFailure, ReplicaGroupState, pod_is_ready
 from megatron_operator.restarts import RESTART_BUDGET_EXCEEDED, GiveUp, Retry
@@ -11,6 +12,7 @@ from megatron_operator.status_inputs import ReplicaGroupView, StatusInputs
 from megatron_operator.timestamps import soon
 
 MEBIBYTE = 2**20
+CACHE_FAILED = "CacheFailed"
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class WaitReason:
 def wait_reason(view: ReplicaGroupView, inputs: StatusInputs) -> WaitReason:
     """What a group that is not ready waits for."""
     index = view.group.index
+    if not inputs.cache.is_filled and not view.group.pods:
+        return cache_reason(inputs)
     match view.state:
         case ReplicaGroupState.ABSENT:
             return WaitReason("Pending", f"replica group {index}: its pods are being created")
@@ -39,6 +43,29 @@ def wait_reason(view: ReplicaGroupView, inputs: StatusInputs) -> WaitReason:
                     "Pending", f"replica group {index}: {len(view.group.missing)} more pods are being created"
                 )
             return _of_pod(min(waiting, key=_progress))
+
+
+def cache_reason(inputs: StatusInputs) -> WaitReason:
+    """The state of the model cache."""
+    status = inputs.cache.status
+    assert status is not None
+    said = f": {status.message}" if status.message else ""
+    megabytes = f"{status.downloaded_bytes / MEBIBYTE:.0f} of {status.total_bytes / MEBIBYTE:.0f} MiB"
+    done = f"; {status.filled_nodes} of {status.nodes} nodes are done" if status.nodes else ""
+    match status.phase:
+        case CachePhase.READY:
+            where = f" on {status.filled_nodes} of {status.nodes} nodes" if status.nodes else ""
+            return WaitReason("CacheFilled", f"the model cache is filled{where}{said}")
+        case CachePhase.FAILED:
+            again = "the operator tries again 10 minutes after the failure, or when the Job is deleted"
+            return WaitReason(CACHE_FAILED, f"the model cache could not be filled{said}; {again}")
+        case CachePhase.DOWNLOADING:
+            return WaitReason("CacheDownloading", f"the model is downloaded into the cache, {megabytes}{done}{said}")
+        case CachePhase.VERIFYING:
+            return WaitReason("CacheVerifying", f"the checksums of {megabytes} in the cache are compared{done}{said}")
+        case _:
+            words = "the model cache waits for its download to start"
+            return WaitReason("CachePending", f"{words}{done}{said}")
 
 
 def _of_failure(failed: ReplicaGroupFailure) -> str:

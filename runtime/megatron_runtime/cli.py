@@ -88,24 +88,41 @@ def fetch(
     ] = None,
     file: Annotated[str | None, typer.Option(help="A .gguf file of the repository. Default: all of it.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")] = None,
+    into: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the files, verified. Default: the cache folder of the hub's library."),
+    ] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(help="With --into: remove all other folders beside it, except these and those of the last hour."),
+    ] = None,
 ) -> None:
     """Download a checkpoint into the cache folder, once, and print its path."""
-    from megatron_runtime.launch import sample_model
-    from megatron_runtime.model.formats.source import resolve_source
-
     try:
-        for flag, value in (("--file", file), ("--revision", revision)):
+        for flag, value in (("--file", file), ("--revision", revision), ("--into", into)):
             if repo is None and value is not None:
                 raise ConfigurationError(f"{flag} {value}: requires the argument REPO")
-        path = (
-            sample_model.fetch(sample_model.models_folder())
-            if repo is None
-            else resolve_source(hf_repo=repo, hf_file=file, revision=revision)
-        )
+        if keep and into is None:
+            raise ConfigurationError(f"--keep {keep[0]}: requires --into, the folder beside which others are removed")
+        path = _fetched(repo, file, revision, into, keep)
     except (ConfigurationError, CheckpointError, OSError) as error:
-        print(f"megatron-serve model fetch: {error}", file=sys.stderr)
-        raise typer.Exit(EXIT_BAD_INPUT) from error
+        raise typer.Exit(_refuse(error, "megatron-serve model fetch")) from error
     print(path)
+
+
+def _fetched(
+    repo: str | None, file: str | None, revision: str | None, into: Path | None, keep: list[str] | None
+) -> Path:
+    from megatron_runtime.launch import sample_model
+    from megatron_runtime.launch.download import download_into
+    from megatron_runtime.launch.model_cache import HubSource
+    from megatron_runtime.model.formats.source import resolve_source
+
+    if repo is None:
+        return sample_model.fetch(sample_model.models_folder())
+    if into is None:
+        return resolve_source(hf_repo=repo, hf_file=file, revision=revision)
+    return download_into(into, HubSource(repo, file, revision), keep=keep or None)
 
 
 def _with_control_token(options: LaunchOptions) -> LaunchOptions:
@@ -136,11 +153,11 @@ def _check(options: LaunchOptions) -> int:
     return EXIT_DRAINED
 
 
-def _refuse(error: Exception) -> int:
+def _refuse(error: Exception, program: str = "megatron-serve") -> int:
     """Prints the error, writes it to the termination log, and returns the exit code."""
     log = os.environ.get(TERMINATION_LOG_VARIABLE)
     Outcome.bad_input(error).write(Path(log) if log else None)
-    print(f"megatron-serve: {error}", file=sys.stderr)
+    print(f"{program}: {error}", file=sys.stderr)
     return EXIT_BAD_INPUT
 
 

@@ -142,6 +142,10 @@ class InferenceConfig(UnavailableSettings):
     """Whether the bits of a request's results on a GPU must not depend on other requests: products with weights have a
     fixed number of rows then, which takes longer. On a CPU they never depend on others, except where PyTorch's
     attention is used."""
+    num_speculative_tokens: int = 0
+    """Most tokens that a pass verifies for a request besides its next one: those that followed the last occurrence of
+    its latest tokens, instead of the drafts of Megatron's prediction heads. They change no token. Requests with log
+    probabilities, penalties or a limit of their reasoning have none. 0: no speculation."""
     max_loras: int = 8
     """Most LoRA adapters that are loaded at once."""
     max_lora_rank: int = 64
@@ -198,6 +202,8 @@ class InferenceConfig(UnavailableSettings):
         for name in ("kv_cache_memory_bytes", "max_requests", "max_tokens", "max_sequence_length"):
             if getattr(self, name) is not None:
                 self._require_whole(name)
+        if self.num_speculative_tokens or isinstance(self.num_speculative_tokens, bool | float):
+            self._require_whole("num_speculative_tokens", "a whole number of at least 0")
         for name in ("buffer_size_gb", "request_timeout"):
             if getattr(self, name) is not None:
                 self._require_positive(name)

@@ -205,6 +205,7 @@ def _inference_config(engine: EngineOptions, plan: RankPlan) -> InferenceConfig:
         max_requests=engine.max_requests,
         num_cuda_graphs=_num_cuda_graphs(engine),
         batch_invariant=engine.batch_invariant,
+        num_speculative_tokens=engine.num_speculative_tokens,
         max_sequence_length=plan.max_sequence_length,
         enable_prefix_caching=engine.prefix_caching,
         enable_chunked_prefill=engine.chunked_prefill,

@@ -37,7 +37,6 @@ class UnavailableSettings:
     """Megatron's process groups of a model on one rank; ``pg_collection`` of the engine returns them."""
     image_preprocessing_config: Any = None
     use_flashinfer_fused_rope: bool | None = False
-    num_speculative_tokens: int = 0
     async_sched_mode: str = "legacy"
     request_metadata_types: Any = None
     use_synchronous_zmq_collectives: bool = False
@@ -77,7 +76,6 @@ _REFUSALS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "pg_collection": ((None,), "the engine gets the ranks of a divided model from torch.distributed"),
     "image_preprocessing_config": ((None,), "only text is supported"),
     "use_flashinfer_fused_rope": ((False, None), "the model itself computes rotary embeddings"),
-    "num_speculative_tokens": ((0,), "speculative decoding is not supported"),
     "async_sched_mode": (("legacy",), "a step is scheduled after the previous one has ended"),
     "request_metadata_types": ((None,), "the metadata of a request has the types of get_metadata_types"),
     "use_synchronous_zmq_collectives": ((False,), _NO_CONSENSUS),

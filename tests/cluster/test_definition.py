@@ -27,6 +27,11 @@ BEFORE = Path(__file__).parent / "data/previous_crd.yaml"
 SCHEMA = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 BROKEN: dict[str, dict[str, Any]] = {
     "spec.model.source": {"model": {"source": {}}},
+    "spec.model.cache": {"model": {"source": {"huggingFace": {"repo": "a/b"}}, "cache": {}}},
+    "spec.model.cache (source)": {"model": {"source": {"path": "/m"}, "cache": {"claimName": "c"}}},
+    "spec.model.cache.hostPath": {
+        "model": {"source": {"huggingFace": {"repo": "a/b"}}, "cache": {"hostPath": {"path": "/m"}}}
+    },
     "spec.parallelism.expert": {"parallelism": {"tensor": 6, "expert": 4}},
     "spec.pods.ranksPerPod": {"pods": {"device": "cpu", "ranksPerPod": 2}},
     "spec.parallelism.tensor": {

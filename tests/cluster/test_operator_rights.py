@@ -30,6 +30,7 @@ ASKED_ON_THE_WAY = {
     Right("gateway.networking.k8s.io", "httproutes", "create"),
     Right("inference.networking.k8s.io", "inferencepools", "create"),
     Right("policy", "poddisruptionbudgets", "create"),
+    Right("", "persistentvolumeclaims", "create"),
     *(Right(kind.partition(".")[2], f"{kind.partition('.')[0].lower()}s", "create") for kind in names.GANG_KINDS),
     # Required to set an ownerReference that blocks deletion, with OwnerReferencesPermissionEnforcement.
     Right(OURS, "megatroninferences/finalizers", "update"),
@@ -91,6 +92,22 @@ async def run_gang(cluster: ControlPlane, gang: str, kind: str) -> None:
         await model.kubectl("delete", "mi", "chat")
 
 
+async def run_model_cache(cluster: ControlPlane) -> None:
+    """Fills caches in claims and on nodes; a Job whose name is taken is one of a deleted resource of the name."""
+    model = Resource(cluster, cluster.make_namespace())
+    hub = {"huggingFace": {"repo": "owner/model"}}
+    async with Api(cluster.kubeconfig) as api, ScriptedNode(api, model.namespace) as node:
+        await model.create(model={"source": hub, "cache": {"volumeClaim": {"size": "1Gi"}}})
+        await model.until_phase("Running")
+        selected = {"path": "/m", "nodeSelector": {"kubernetes.io/hostname": node.name}}
+        await model.kubectl("label", "node", node.name, f"kubernetes.io/hostname={node.name}")
+        await model.patch({"model": {"cache": {"volumeClaim": None, "hostPath": selected}}})
+        await model.until(lambda status: status["cache"].get("filledNodes") == 1, "the cache of the node")
+        while (await model.get("pvc"))["items"]:  # noqa: ASYNC110  # nothing reports it
+            await asyncio.sleep(0.2)
+        await model.kubectl("delete", "mi", "chat")
+
+
 async def record(release: Release, control_plane: ControlPlane) -> list[Request]:
     release.install()
     gateway_api.install(control_plane)
@@ -104,6 +121,7 @@ async def record(release: Release, control_plane: ControlPlane) -> list[Request]
             async with ScriptedNode(api, chat.namespace) as node:
                 await run_lifecycle(chat, node)
             await asyncio.gather(*(run_gang(control_plane, gang, kind) for kind, gang in BEFORE_1_36.items()))
+            await run_model_cache(control_plane)
         gang_api.install(control_plane, names.POD_GROUP)
         release.upgrade("--set=networkPolicy.enabled=false")
         with release.operator():

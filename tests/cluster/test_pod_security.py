@@ -13,7 +13,7 @@ from operator_support.resource import manifest
 
 from megatron_operator.api.parse import parse_resource
 from megatron_operator.names import PodIdentity
-from megatron_operator.render import render_pod
+from megatron_operator.render import download_job, render_pod
 from megatron_operator.settings import Settings
 
 SPECS: dict[str, Object] = {
@@ -24,6 +24,7 @@ SPECS: dict[str, Object] = {
     "from the hub": {
         "model": {"source": {"huggingFace": {"repo": "org/m", "tokenSecret": {"name": "hf", "key": "token"}}}}
     },
+    "from a cache": {"model": {"source": {"huggingFace": {"repo": "org/m"}}, "cache": {"claimName": "c"}}},
     "with API keys": {"frontend": {"apiKeysSecret": {"name": "keys"}}},
     "with a sidecar's volume": {"podTemplate": {"spec": {"volumes": [{"name": "more", "emptyDir": {}}]}}},
 }
@@ -50,6 +51,18 @@ def test_a_pod_of_a_model_is_restricted(spec: str, index: int) -> None:
     for container in pod["spec"]["containers"]:
         assert container["securityContext"]["readOnlyRootFilesystem"] is True
         assert "add" not in container["securityContext"]["capabilities"]
+
+
+def test_a_download_into_a_claim_is_restricted_and_one_into_a_node_needs_a_privileged_namespace() -> None:
+    def download(**cache: Any) -> Object:
+        obj = manifest(model={"source": {"huggingFace": {"repo": "org/m"}}, "cache": cache})
+        obj["metadata"] |= {"namespace": "ns", "uid": "u"}
+        node = "n" if "hostPath" in cache else None
+        job: Object = download_job(parse_resource(obj), "runtime:1", node, None)
+        return job["spec"]["template"]
+
+    assert violations(download(claimName="c")) == []
+    assert violations(download(hostPath={"path": "/m", "nodes": ["n"]})) != []
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -133,6 +133,10 @@ def test_the_runtime_parses_every_flag_of_the_sample() -> None:
             {"hf_repo": "a/b", "hf_file": "c.gguf", "hf_revision": "main"},
         ),
         (
+            {"model": {"source": {"huggingFace": {"repo": "a/b", "file": "c.gguf"}}, "cache": {"claimName": "c"}}},
+            {"hf_repo": None, "model": Path("/cached-model/c.gguf")},
+        ),
+        (
             {"model": {"source": {"persistentVolumeClaim": {"claimName": "c", "path": "/x"}}}},
             {"model": Path("/models/x")},
         ),
@@ -148,6 +152,11 @@ def test_the_runtime_parses_every_flag_of_the_sample() -> None:
         (
             {"routing": {"policy": "LongestPrefix", "alpha": 0.25}},
             {"routing_policy": "longest-prefix", "routing_alpha": 0.25},
+        ),
+        ({"engine": {"speculation": {}}}, {"num_speculative_tokens": 7}),
+        (
+            {"engine": {"speculation": {"method": "PromptLookup", "numTokens": 3}}},
+            {"num_speculative_tokens": 3},
         ),
         ({"engine": {"extraArgs": ["--threads-per-rank=2"]}}, {"threads_per_rank": 2}),
         ({"rollout": {"drainTimeout": "1500ms"}}, {"drain_timeout": 1.5}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from planning_support.planning import Planning, sent
-from planning_support.simulation import ALLOWED_FROM
+from planning_support.signals import ALLOWED_FROM
 
 from megatron_operator.api.v1alpha1 import Lifecycle
 from megatron_operator.lifecycle import next_signal

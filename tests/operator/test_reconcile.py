@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from planning_support.operating import Operating
 
+from megatron_operator.api.v1alpha1 import Cache
 from megatron_operator.observed_state import (
     ActionRefused,
     AdapterError,
@@ -176,7 +177,7 @@ async def test_a_signal_that_arrives_too_late_is_not_an_error() -> None:
     observed = operating.cluster.observed()
     await operating.round()
 
-    async def stale(_name: str, _namespace: str) -> ObservedState:
+    async def stale(_name: str, _namespace: str, _cache: Cache | None = None) -> ObservedState:
         return observed
 
     operating.cluster.observe = stale  # type: ignore[method-assign]

@@ -21,7 +21,6 @@ ASKED_FOR = {
     "pg_collection": object(),
     "image_preprocessing_config": {},
     "use_flashinfer_fused_rope": True,
-    "num_speculative_tokens": 2,
     "async_sched_mode": "async",
     "request_metadata_types": [],
     "use_synchronous_zmq_collectives": True,

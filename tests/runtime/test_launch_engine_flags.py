@@ -88,6 +88,12 @@ def test_bits_that_do_not_depend_on_the_batch_are_an_option(
     assert rank._inference_config(options.engine, plan).batch_invariant == wanted
 
 
+@pytest.mark.parametrize(("flags", "most"), [((), 0), (("--num-speculative-tokens", "5"), 5)])
+def test_the_number_of_drafts_reaches_the_engine(rank_options: Any, flags: tuple[str, ...], most: int) -> None:
+    options, plan = rank_options(*flags)
+    assert rank._inference_config(options.engine, plan).num_speculative_tokens == most
+
+
 def test_an_unknown_log_prob_mode_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli.app, ["--model", str(tmp_path), "--logprobs-mode", "cooked"])
     assert done.exit_code == 2

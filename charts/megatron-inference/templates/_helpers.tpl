@@ -121,6 +121,14 @@ capabilities:
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, create, patch, delete]
+{{- if .Values.operator.modelCaches }}
+- apiGroups: [batch]
+  resources: [jobs]
+  verbs: [get, list, create, delete]
+- apiGroups: [""]
+  resources: [persistentvolumeclaims]
+  verbs: [get, list, create, patch, delete]
+{{- end }}
 - apiGroups: [gateway.networking.k8s.io]
   resources: [httproutes]
   verbs: [get, list, watch, create, patch, delete]

@@ -226,9 +226,12 @@ def _device(spec: Json) -> str:
 
 def _claims(specs: Sequence[Json]) -> Iterator[str]:
     for spec in specs:
-        source: Mapping[str, Json] = (spec.get("model") or {}).get("source") or {}
+        model: Mapping[str, Json] = spec.get("model") or {}
+        source, cache = model.get("source") or {}, model.get("cache") or {}
         if "persistentVolumeClaim" in source:
             yield str(source["persistentVolumeClaim"]["claimName"])
+        if "claimName" in cache:
+            yield str(cache["claimName"])
 
 
 def secret_keys(specs: Iterable[Json]) -> dict[str, list[str]]:

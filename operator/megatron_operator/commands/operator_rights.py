@@ -41,6 +41,8 @@ RULES = (
     ("networking.k8s.io", "networkpolicies", ("get", "list", "watch", "create", "patch", "delete")),
     ("networking.k8s.io", "ingresses", ("get", "list", "watch", "create", "patch", "delete")),
     ("policy", "poddisruptionbudgets", ("get", "create", "patch", "delete")),
+    ("batch", "jobs", ("get", "list", "create", "delete")),
+    ("", "persistentvolumeclaims", ("get", "list", "create", "patch", "delete")),
     ("gateway.networking.k8s.io", "httproutes", ("get", "list", "watch", "create", "patch", "delete")),
     ("inference.networking.k8s.io", "inferencepools", ("get", "list", "watch", "create", "patch", "delete")),
     *((group, "podgroups", GANG_VERBS) for group in GANG_GROUPS),

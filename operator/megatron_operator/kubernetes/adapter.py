@@ -12,12 +12,14 @@ from typing import Any
 import httpx
 
 from megatron_operator import names
+from megatron_operator.api.v1alpha1 import Cache
 from megatron_operator.control_client import ControlClient, PodReport
 from megatron_operator.kubernetes.api_server import ApiServer, ServerError, ServerRefusal
 from megatron_operator.kubernetes.disruptions import Disruptions
 from megatron_operator.kubernetes.gang_kinds import GangKinds
 from megatron_operator.kubernetes.image_volumes import ImageVolumes
 from megatron_operator.kubernetes.missing_kinds import MissingKinds, Wake
+from megatron_operator.kubernetes.model_caches import ModelCaches, observed_downloads
 from megatron_operator.kubernetes.pod_status import observed_pod
 from megatron_operator.observation import Answer, ControlApiPoller, observed_state
 from megatron_operator.observed_state import (
@@ -58,8 +60,11 @@ class KubernetesAdapter:
         gang_kinds: GangKinds,
         disruptions: Disruptions,
         wake: Wake,
+        *,
+        model_caches: bool = True,
     ) -> None:
-        """``client`` connects to pods. ``wake`` is called when a missing kind appears, or a pod answers late."""
+        """``client`` connects to pods. ``wake`` is called when a missing kind appears, or a pod answers late. Without
+        ``model_caches`` the operator may not read Jobs and claims."""
         self._api = api
         self._kinds = kinds
         self._gang_kinds = gang_kinds
@@ -69,6 +74,7 @@ class KubernetesAdapter:
         self._client = client
         self._token: str | None = None
         self._image_volumes = ImageVolumes(api)
+        self._caches = ModelCaches(api, is_enabled=model_caches)
         self._poller = ControlApiPoller(wake)
         self.control_client = ControlClient(None, http=client)
         """Client of the pods' control APIs; replaced when the token is known."""
@@ -83,7 +89,7 @@ class KubernetesAdapter:
         self.revisions: Mapping[str, int] = {}
         """Revision of the last report of each observed pod, by the pod's uid."""
 
-    async def observe(self, name: str, namespace: str) -> ObservedState:
+    async def observe(self, name: str, namespace: str, cache: Cache | None = None) -> ObservedState:
         """Raises AdapterError when the API server does not answer. A pod that does not answer is observed without a
         report."""
         self._image_volumes.look_again()
@@ -96,7 +102,8 @@ class KubernetesAdapter:
             children[names.keys_child(name)] = secret
             self._use_token(secret)
         ours = [pod for pod in pods if self._owns(pod)]
-        await self._poller.keep_only({pod["metadata"]["uid"] for pod in ours})
+        downloads = await self._caches.pods(name, namespace)
+        await self._poller.keep_only({pod["metadata"]["uid"] for pod in [*ours, *downloads]})
         answers = await asyncio.gather(*(self._ask(pod) for pod in ours))
         self.revisions = {
             pod["metadata"]["uid"]: answer.revision
@@ -115,6 +122,13 @@ class KubernetesAdapter:
             gang_kinds=await self._gang_kinds.served(),
             budget_kind=await self._disruptions.budget_kind(),
             cordoned_nodes=await self._disruptions.cordoned_nodes(),
+            downloads=observed_downloads(
+                (each for each in children.values() if each["kind"] == names.JOB),
+                downloads,
+                await asyncio.gather(*(self._ask(pod) for pod in downloads)),
+            ),
+            cache_nodes=await self._caches.nodes(cache),
+            cached_sources=await self._caches.neighbours(namespace, cache),
         )
 
     async def dropped_fields(self, pod: Manifest, override: Manifest) -> Mapping[str, Any]:
@@ -145,7 +159,7 @@ class KubernetesAdapter:
     async def _read(self, name: str, namespace: str) -> tuple[Sequence[Object], Sequence[Object | None]]:
         """The pods, and all other objects that have a name of a child, those of other owners too."""
         labels = names.selector_labels(name)
-        pods, services, (secret, policy, budget), routes, gangs = await asyncio.gather(
+        pods, services, (secret, policy, budget), routes, gangs, cached = await asyncio.gather(
             self._api.list("Pod", namespace, labels),
             self._api.list("Service", namespace, labels),
             asyncio.gather(
@@ -155,12 +169,13 @@ class KubernetesAdapter:
             ),
             self._find_routes(name, namespace),
             self._find_gangs(name, namespace),
+            self._caches.objects(name, namespace),
         )
         if secret is None and pods:
             # A pod's Secret exists before the pod, so the first read preceded both; this one finds the Secret.
             secret = await self._api.get("Secret", namespace, names.keys_secret(name))
         # Items of a list have no kind.
-        found = [*({**each, "kind": "Service"} for each in services), secret, policy, budget, *routes, *gangs]
+        found = [*({**each, "kind": "Service"} for each in services), secret, policy, budget, *routes, *gangs, *cached]
         # Services of other owners have other labels. Those of a resource whose Services exist are not read again.
         absent = set(names.services(name)) - {each["metadata"]["name"] for each in services}
         found += await asyncio.gather(*(self._api.get("Service", namespace, each) for each in sorted(absent)))
@@ -223,7 +238,7 @@ class KubernetesAdapter:
 
         A field that another manager changed is no longer managed by the operator.
         """
-        if child["kind"] == "Secret":
+        if child["kind"] in ("Secret", names.JOB):
             return True
         return bool(self._applied.get(names.child_key(child)) == _our_fields(child))
 
@@ -247,6 +262,10 @@ class KubernetesAdapter:
         self._routes |= {kind}.intersection(names.ROUTE_KINDS)
         if kind in names.GANG_KINDS:
             self._gangs = {*(self._gangs or ()), kind}
+        self._caches.will_create(kind)
+        if kind == names.JOB:
+            await self._create_job(manifest)
+            return
         try:
             applied = await self._api.apply(manifest)
         except ServerError as error:
@@ -268,6 +287,15 @@ class KubernetesAdapter:
             if not refusal.conflict:
                 raise
             await self._check_free(manifest)
+
+    async def _create_job(self, manifest: Manifest) -> None:
+        """Create the Job. One of a deleted resource of the same name is replaced; its download is not repeated."""
+        metadata = manifest["metadata"]
+        found = await self._api.get(names.JOB, metadata["namespace"], metadata["name"])
+        if found is not None and _is_orphan(found, metadata["labels"][names.NAME_LABEL]):
+            uid = found["metadata"]["uid"]
+            await self._api.delete(names.JOB, metadata["namespace"], metadata["name"], uid=uid, grace_seconds=0)
+        await self._create(manifest)
 
     async def _check_free(self, manifest: Manifest) -> None:
         """Raises AdapterError when an object of another owner has the name."""

@@ -37,6 +37,8 @@ PATHS = {
     "HTTPRoute": ("/apis/gateway.networking.k8s.io/v1", "httproutes"),
     "InferencePool": ("/apis/inference.networking.k8s.io/v1", "inferencepools"),
     "Ingress": ("/apis/networking.k8s.io/v1", "ingresses"),
+    names.CLAIM: ("/api/v1", "persistentvolumeclaims"),
+    names.JOB: ("/apis/batch/v1", "jobs"),
     "Lease": ("/apis/coordination.k8s.io/v1", "leases"),
     "MegatronInference": (f"/apis/{GROUP}/{VERSION}", PLURAL),
     names.BUDGET: ("/apis/policy/v1", "poddisruptionbudgets"),

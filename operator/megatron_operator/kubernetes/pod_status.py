@@ -52,6 +52,7 @@ def observed_pod(pod: Object) -> ObservedPod | None:
         ready=phase is PodPhase.RUNNING and ready.get("status") == "True",
         created_at=seconds(metadata["creationTimestamp"]),
         default_image=(metadata.get("annotations") or {}).get(names.DEFAULT_IMAGE_ANNOTATION),
+        cached_source=(metadata.get("annotations") or {}).get(names.CACHED_SOURCE_ANNOTATION),
         restarts=identity.restarts,
         epoch=identity.epoch,
         address=status.get("podIP") or None,
@@ -65,6 +66,18 @@ def observed_pod(pod: Object) -> ObservedPod | None:
         failure=_failure(status) if phase is PodPhase.FAILED else None,
         disruption=_disruption(status),
     )
+
+
+def download_failure(pod: Object) -> str:
+    """Why a pod of a download Job has failed; empty for other pods."""
+    status = pod.get("status") or {}
+    return _failure(status).message if status.get("phase") == PodPhase.FAILED else ""
+
+
+def download_message(pod: Object) -> str:
+    """Why a pod of a download Job does not start; empty for other pods."""
+    waiting = _waiting(pod.get("spec") or {}, pod.get("status") or {})
+    return "" if waiting is None else f"{waiting.reason}: {waiting.message}"
 
 
 def _phase(status: Object) -> PodPhase:

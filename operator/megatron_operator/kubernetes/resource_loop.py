@@ -179,7 +179,14 @@ class ResourceLoop:
             self._uid = uid
             shared = self._shared
             self._adapter = KubernetesAdapter(
-                shared.api, uid, shared.http, shared.kinds, shared.gang_kinds, shared.disruptions, self._wake_up
+                shared.api,
+                uid,
+                shared.http,
+                shared.kinds,
+                shared.gang_kinds,
+                shared.disruptions,
+                self._wake_up,
+                model_caches=shared.settings.model_caches,
             )
         return self._adapter
 

@@ -8,13 +8,16 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_operator import names
+from megatron_operator.api.v1alpha1 import Cache
 from megatron_operator.control_client import ControlClient
 from megatron_operator.failures import read_failure
 from megatron_operator.local.addresses import NoAddressError
+from megatron_operator.local.model_cache import job_pod, observed_download, with_local_cache
 from megatron_operator.local.pod_manifest import PathMap, PodError
 from megatron_operator.local.pod_status import PodStatus
 from megatron_operator.local.pods import ProcessPods
@@ -74,13 +77,14 @@ class LocalAdapter:
         self._poller = ControlApiPoller(on_change)
         self._deletions: set[asyncio.Task[None]] = set()
 
-    async def observe(self, name: str, namespace: str) -> ObservedState:
+    async def observe(self, name: str, namespace: str, cache: Cache | None = None) -> ObservedState:  # noqa: ARG002
         """Polls all running pods. A pod that does not answer is observed without a report."""
-        statuses = self._statuses(name, namespace)
-        await self._poller.keep_only({status.uid for status in statuses})
-        return self._seen(
-            name, namespace, statuses, await asyncio.gather(*(self._report(name, each) for each in statuses))
-        )
+        statuses, downloads = self._statuses(name, namespace), self._downloads(name, namespace)
+        await self._poller.keep_only({status.uid for status in [*statuses, *downloads]})
+        answers = await asyncio.gather(*(self._report(name, each) for each in statuses))
+        observed = self._seen(name, namespace, statuses, answers)
+        told = await asyncio.gather(*(self._report(name, each) for each in downloads))
+        return replace(observed, downloads=tuple(map(observed_download, downloads, told)))
 
     def observe_without_polling(self, name: str, namespace: str) -> ObservedState:
         """The same without polling."""
@@ -102,6 +106,8 @@ class LocalAdapter:
                 await self._apply_child(manifest)
             case DeleteChild(kind, child):
                 self._children.pop(f"{kind}/{child}", None)
+                if kind == names.JOB:
+                    await self.pods.stop(child, 0, namespace)
             case CreateSecret(manifest, random_keys):
                 values = {key: secrets.token_urlsafe(32) for key in random_keys}
                 self._secrets.setdefault(manifest["metadata"]["name"], values)
@@ -132,11 +138,19 @@ class LocalAdapter:
             if status.namespace == namespace and status.labels.get(names.NAME_LABEL) == name
         ]
 
+    def _downloads(self, name: str, namespace: str) -> list[PodStatus]:
+        """The pods of download Jobs."""
+        return [
+            status
+            for status in self.pods.statuses()
+            if status.namespace == namespace and status.labels.get(names.CACHE_LABEL) == name
+        ]
+
     def _seen(
         self, name: str, namespace: str, statuses: Sequence[PodStatus], answers: Sequence[Answer]
     ) -> ObservedState:
         seen = zip(map(_observed, statuses), answers, strict=True)
-        return observed_state(seen, dict(self._children), url=self._url(name, namespace))
+        return observed_state(seen, dict(self._children), cache_nodes=(NODE,), url=self._url(name, namespace))
 
     def _read_secret(self, _namespace: str, name: str) -> Mapping[str, str]:
         return self._secrets[name]
@@ -157,6 +171,8 @@ class LocalAdapter:
             headless = manifest["spec"].get("clusterIP") == "None"
             with self._as_adapter_error(f"Service {manifest['metadata']['name']}"):
                 await self.pods.network.apply_service(manifest, None if headless else USUAL_ADDRESS)
+        if manifest["kind"] == names.JOB:
+            self._create_pod(job_pod(manifest))
         self._remember(manifest)
 
     def _remember(self, manifest: Manifest) -> None:
@@ -164,7 +180,7 @@ class LocalAdapter:
 
     def _create_pod(self, manifest: Manifest) -> None:
         with self._as_adapter_error(f"pod {manifest['metadata']['name']}"):
-            self.pods.start(self._with_local_ranks(manifest))
+            self.pods.start(with_local_cache(self._with_local_ranks(manifest)))
 
     @contextlib.contextmanager
     def _as_adapter_error(self, child: str) -> Iterator[None]:
@@ -236,6 +252,7 @@ def _observed(status: PodStatus) -> ObservedPod | None:
         epoch=identity.epoch,
         address=status.address,
         node=NODE,
+        cached_source=status.annotations.get(names.CACHED_SOURCE_ANNOTATION),
         default_image=status.annotations.get(names.DEFAULT_IMAGE_ANNOTATION),
         startup_since=status.started_at or status.created_at,
         ready_changed_at=status.ready_changed_at,

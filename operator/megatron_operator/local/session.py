@@ -26,6 +26,7 @@ from megatron_operator.observed_state import BAD_INPUT_EXIT_CODE, ActionRefused,
 from megatron_operator.reconcile import reconcile, validated
 from megatron_operator.settings import Settings
 from megatron_operator.status import as_json
+from megatron_operator.wait_reasons import CACHE_FAILED
 
 SERVED, FAILED, INVALID = 0, 1, 2
 """Exit codes."""
@@ -226,6 +227,10 @@ class LocalSession:
         if obstacle is not None and not self._has_served:
             self._view.say(f"refused: {obstacle}")
             return INVALID if isinstance(obstacle, ActionRefused) else FAILED
+        cached = self._status.condition(ConditionType.CACHED)
+        if cached is not None and cached.reason == CACHE_FAILED and not self._has_served:
+            self._last_words = f"failed: {cached.reason}: {cached.message}"
+            return FAILED
         failed = self._status.condition(ConditionType.FAILED)
         if failed is None or failed.status != "True":
             return None

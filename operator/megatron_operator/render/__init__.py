@@ -14,14 +14,17 @@ from megatron_operator.render.inference_pool import inference_pool
 from megatron_operator.render.ingress import ingress
 from megatron_operator.render.keys_secret import keys_secret
 from megatron_operator.render.metadata import owner_reference, with_applied_hash
+from megatron_operator.render.model_cache import cache_claim, download_job
 from megatron_operator.render.network_policy import network_policy
 from megatron_operator.render.pod import check_removals, grace_seconds, image_of, render_pod
 from megatron_operator.render.pods_service import pods_service
 from megatron_operator.settings import Settings
 
 __all__ = [
+    "cache_claim",
     "check_removals",
     "disruption_budget",
+    "download_job",
     "gang_kind",
     "gang_object",
     "grace_seconds",

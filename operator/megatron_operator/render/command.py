@@ -15,6 +15,9 @@ MODEL_MOUNT = "/models"
 CACHE_MOUNT = "/cache"
 """Where downloads are stored."""
 
+CACHED_MODEL_MOUNT = "/cached-model"
+"""Where the folder of the model in the model cache is mounted."""
+
 LONGEST_RENDEZVOUS = 7 * 86400
 """Seconds that ranks wait for pods of their group, which may wait for a node. The startup timeout is shorter."""
 
@@ -56,6 +59,8 @@ def arguments(resource: MegatronInference, *, max_restarts: int) -> list[str]:
         flags["--kv-cache-memory"] = spec.kv_cache_memory.text
     if spec.model.max_sequence_length is not None:
         flags["--max-sequence-length"] = spec.model.max_sequence_length
+    if engine.speculation is not None:
+        flags["--num-speculative-tokens"] = engine.speculation.num_tokens
     words = [f"{flag}={value}" for flag, value in flags.items()]
     words.append("--prefix-caching" if engine.prefix_caching else "--no-prefix-caching")
     words.append("--chunked-prefill" if engine.chunked_prefill else "--no-chunked-prefill")
@@ -101,24 +106,32 @@ def environment(resource: MegatronInference, identity: PodIdentity) -> Env:
         "MEGATRON_LIFECYCLE": resource.spec.lifecycle.value,
         "MEGATRON_COORDINATOR_ADDRESS": coordinator,
         "MEGATRON_MASTER_ADDR": names.pod_host(first_pod, name, namespace),
-        "MEGATRON_TERMINATION_LOG": names.TERMINATION_LOG,
-        "HF_HOME": CACHE_MOUNT,
     }
     if resource.spec.frontend.api_keys_secret is not None:
         plain["MEGATRON_API_KEYS_FILE"] = f"{API_KEYS_MOUNT}/{API_KEYS_FILE}"
-    secret = names.keys_secret(name)
     return [
         *({"name": variable, "value": value} for variable, value in plain.items()),
+        *control_environment(resource),
+        _from_secret("MEGATRON_COORDINATOR_KEY", names.keys_secret(name), names.COORDINATOR_KEY),
+        *([] if resource.spec.model.cache else hub_token(resource)),
+    ]
+
+
+def control_environment(resource: MegatronInference) -> Env:
+    """What a pod of any kind needs to report to the operator and to download."""
+    return [
+        {"name": "MEGATRON_TERMINATION_LOG", "value": names.TERMINATION_LOG},
+        {"name": "HF_HOME", "value": CACHE_MOUNT},
         {"name": "MEGATRON_BIND_HOST", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-        _from_secret("MEGATRON_COORDINATOR_KEY", secret, names.COORDINATOR_KEY),
-        _from_secret("MEGATRON_CONTROL_TOKEN", secret, names.CONTROL_TOKEN),
-        *_hub_token(resource),
+        _from_secret("MEGATRON_CONTROL_TOKEN", names.keys_secret(resource.name), names.CONTROL_TOKEN),
     ]
 
 
 def _source(resource: MegatronInference) -> dict[str, Any]:
     source = resource.spec.model.source
-    if (hub := source.hugging_face) is not None:
+    if (hub := source.hugging_face) is not None and resource.spec.model.cache is not None:
+        return {"--model": CACHED_MODEL_MOUNT if hub.file is None else f"{CACHED_MODEL_MOUNT}/{hub.file}"}
+    if hub is not None:
         file = {} if hub.file is None else {"--hf-file": hub.file}
         return {"--hf-repo": hub.repo, **file, "--hf-revision": hub.revision}
     if source.volume_path is not None:
@@ -126,7 +139,8 @@ def _source(resource: MegatronInference) -> dict[str, Any]:
     return {"--model": source.path}
 
 
-def _hub_token(resource: MegatronInference) -> Env:
+def hub_token(resource: MegatronInference) -> Env:
+    """The access token for the hub, if there is one."""
     hub = resource.spec.model.source.hugging_face
     if hub is None or hub.token_secret is None:
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_operator import names
@@ -43,6 +44,15 @@ def placement(resource: MegatronInference, identity: PodIdentity) -> dict[str, A
     if scheduling.topology_key is not None and identity.index > 0:
         affinity["podAffinity"] = _beside_the_first(resource, identity, scheduling.topology_key)
     return spec
+
+
+def on_nodes(nodes: Sequence[str]) -> dict[str, Any]:
+    """The affinity of a pod that can only run on these nodes; empty for all nodes."""
+    fields = [{"key": "metadata.name", "operator": "In", "values": [node]} for node in nodes]
+    if not fields:
+        return {}
+    terms = {"nodeSelectorTerms": [{"matchFields": [field]} for field in fields]}
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
 
 
 def queue_labels(resource: MegatronInference, identity: PodIdentity) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_operator import names
@@ -21,14 +22,13 @@ from megatron_operator.render.command import (
 from megatron_operator.render.gang import gang_annotations, gang_labels, gang_spec
 from megatron_operator.render.merge import merged, without
 from megatron_operator.render.metadata import child_metadata
-from megatron_operator.render.placement import placement, queue_annotations, queue_labels
+from megatron_operator.render.model_cache import cached_mount, cached_volume
+from megatron_operator.render.placement import on_nodes, placement, queue_annotations, queue_labels
 from megatron_operator.render.resources import container_resources
 from megatron_operator.settings import Settings
 
 GRACE_BEYOND_DRAIN = 15
 """Seconds from the end of draining to the kubelet's SIGKILL."""
-USER = 65532
-"""An unprivileged user id that nodes do not use."""
 
 
 def image_of(resource: MegatronInference, settings: Settings) -> str:
@@ -42,14 +42,20 @@ def grace_seconds(resource: MegatronInference) -> int:
 
 
 def render_pod(
-    resource: MegatronInference, identity: PodIdentity, settings: Settings, gang: str | None = None
+    resource: MegatronInference,
+    identity: PodIdentity,
+    settings: Settings,
+    gang: str | None = None,
+    filled_nodes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """The pod's manifest; ``gang`` is the kind of its gang object, if it has one.
+    """The pod's manifest; ``gang`` is the kind of its gang object, if it has one, and ``filled_nodes`` are the nodes
+    that have the model, if it is in a node-local cache.
 
     Raises InvalidResource when ``spec.podTemplate`` is not a valid partial pod.
     """
     template = resource.spec.pod_template
     base = {**_spec(resource, identity, settings), **gang_spec(resource, identity, gang)}
+    base["affinity"] = {**base["affinity"], **on_nodes(filled_nodes)}
     for path in template.remove:
         base = without(base, path) or base
     spec = merged(base, template.spec, "spec.podTemplate.spec")
@@ -59,6 +65,8 @@ def render_pod(
     annotations = {**template.metadata.annotations, **queue_annotations(resource)}
     annotations |= gang_annotations(resource, identity, gang)
     annotations |= {names.RESTARTS_ANNOTATION: str(identity.restarts), names.EPOCH_ANNOTATION: str(identity.epoch)}
+    if resource.spec.model.cache is not None:
+        annotations[names.CACHED_SOURCE_ANNOTATION] = names.cached_source(resource)
     if resource.spec.image is None:
         annotations[names.DEFAULT_IMAGE_ANNOTATION] = image_of(resource, settings)
     return {
@@ -105,9 +113,9 @@ def _spec(resource: MegatronInference, identity: PodIdentity, settings: Settings
         "enableServiceLinks": False,
         "securityContext": {
             "runAsNonRoot": True,
-            "runAsUser": USER,
-            "runAsGroup": USER,
-            "fsGroup": USER,
+            "runAsUser": names.USER,
+            "runAsGroup": names.USER,
+            "fsGroup": names.USER,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "volumes": _volumes(resource),
@@ -168,6 +176,8 @@ def _volumes(resource: MegatronInference) -> list[dict[str, Any]]:
     if image is not None:
         pulled = {"reference": image.reference, "pullPolicy": image.pull_policy.value}
         volumes.append({"name": "model", "image": pulled})
+    if (cached := cached_volume(resource)) is not None:
+        volumes.append(cached)
     keys = resource.spec.frontend.api_keys_secret
     if keys is not None:
         items = [{"key": keys.key, "path": API_KEYS_FILE}]
@@ -183,6 +193,8 @@ def _mounts(resource: MegatronInference) -> list[dict[str, Any]]:
     ]
     if resource.spec.model.source.volume_path is not None:
         mounts.append({"name": "model", "mountPath": MODEL_MOUNT, "readOnly": True})
+    if (cached := cached_mount(resource)) is not None:
+        mounts.append(cached)
     if resource.spec.frontend.api_keys_secret is not None:
         mounts.append({"name": "api-keys", "mountPath": API_KEYS_MOUNT, "readOnly": True})
     return mounts

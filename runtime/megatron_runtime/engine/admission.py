@@ -14,6 +14,7 @@ from megatron_runtime.engine.context_limits import ContextLimits
 from megatron_runtime.engine.engine_adapters import EngineAdapters
 from megatron_runtime.engine.routing_store import ExpertRouting
 from megatron_runtime.engine.sampling.grammar import compiled_grammars
+from megatron_runtime.engine.scheduling.prompt_lookup import PromptLookup
 from megatron_runtime.engine.scheduling.sequence import Sequence
 from megatron_runtime.errors import (
     BlockOverflowError,
@@ -41,6 +42,7 @@ class Admission:
         prefix_caching: Whether requests get block hashes, which identify cached prefixes.
         scores_prompts: Whether requests may have log probabilities of their prompts.
         routing: Parses the routing that a request replays.
+        num_speculative_tokens: Most drafts of a request in a pass; 0: none.
         adapters: The adapters that requests can name.
     """
 
@@ -54,6 +56,7 @@ class Admission:
         prefix_caching: bool = False,
         scores_prompts: bool = True,
         routing: ExpertRouting | None = None,
+        num_speculative_tokens: int = 0,
         adapters: EngineAdapters | None = None,
     ) -> None:
         self._tokenizer = tokenizer
@@ -63,6 +66,7 @@ class Admission:
         self._prefix_caching = prefix_caching
         self._scores_prompts = scores_prompts
         self._routing = routing
+        self._num_speculative_tokens = num_speculative_tokens
         self._adapters = adapters
 
     def admit(self, request: DynamicInferenceRequest, prompt: Prompt, generated: Tokens[int]) -> Sequence:
@@ -109,7 +113,12 @@ class Admission:
             pooling=params.pooling,
             adapter=None if adapter is None else adapter.slot,
             replayed_routing=replayed,
+            lookup=self._lookup(params) if replayed is None else None,
         )
+
+    def _lookup(self, params: SamplingParams) -> PromptLookup | None:
+        may_draft = self._num_speculative_tokens and not _follows_tokens(params)
+        return PromptLookup(self._num_speculative_tokens) if may_draft else None
 
     def _require_known(self, field: str, tokens: Iterable[int]) -> None:
         for token in tokens:
@@ -208,6 +217,19 @@ class Admission:
     @property
     def _pool_tokens(self) -> int:
         return self._limits.num_blocks * self._limits.block_size_tokens
+
+
+def _follows_tokens(params: SamplingParams) -> bool:
+    """Whether sampling keeps a state of the tokens so far, which rejected drafts would spoil, or needs more of a pass
+    than the sampled tokens."""
+    return (
+        params.return_log_probs
+        or params.pooling is not None
+        or params.thinking_token_budget is not None
+        or params.repetition_penalty != 1
+        or params.frequency_penalty != 0
+        or params.presence_penalty != 0
+    )
 
 
 def _first_log_prob(params: SamplingParams, prompt_length: int, limit: int) -> int | None:

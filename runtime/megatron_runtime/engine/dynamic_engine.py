@@ -67,6 +67,7 @@ class DynamicInferenceEngine(RunningEngine):
             prefix_caching=self.config.enable_prefix_caching,
             scores_prompts=not self.config.materialize_only_last_token_logits,
             routing=context.routing,
+            num_speculative_tokens=self.config.num_speculative_tokens,
             adapters=self.adapters,
         )
         self._requests = RequestBook(
@@ -323,6 +324,8 @@ class DynamicInferenceEngine(RunningEngine):
             prefix_hits_total=self._passes.prefix_hits_total,
             paused=self.scheduler.num_paused,
             weight_version=self.weight_version,
+            draft_tokens_total=self._passes.draft_tokens_total,
+            accepted_draft_tokens_total=self._passes.accepted_draft_tokens_total,
         )
 
     def check_integrity(self) -> None:

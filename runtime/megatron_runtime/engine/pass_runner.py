@@ -9,6 +9,7 @@ import torch
 
 from megatron_runtime.engine.context import DynamicInferenceContext, LogProbRows
 from megatron_runtime.engine.decode_graphs import DecodeGraphs
+from megatron_runtime.engine.draft_rows import draft_rows
 from megatron_runtime.engine.request_book import RequestBook
 from megatron_runtime.engine.sampling.sampler import NO_TOKEN
 from megatron_runtime.engine.scheduling.scheduler import Schedule, Scheduler
@@ -64,6 +65,8 @@ class PassRunner:
         self.evictions_total = 0
         self.cached_tokens_total = 0
         self.prefix_hits_total = 0
+        self.draft_tokens_total = 0
+        self.accepted_draft_tokens_total = 0
         context.reset_counts()
 
     @property
@@ -129,7 +132,8 @@ class PassRunner:
     def _begin(self, slices: list[SequenceSlice]) -> _Pass | None:
         """None if the device had too little memory, which ends requests of the pass."""
         try:
-            output = self._run(slices)
+            with draft_rows(slices) as rows:
+                output = self._run(rows)
         except torch.OutOfMemoryError as error:
             self._scheduler.withdraw(slices)
             self._fail_for_memory(slices, error)
@@ -207,8 +211,9 @@ class PassRunner:
         """Grammars without a valid next token; only the sampling rank has the state of the grammars."""
         if NO_TOKEN not in tokens:
             return {}
-        guides = [self._requests[part.sequence.request_id].guide for part in slices if part.samples]
-        return {row: guide.failure for row, guide in enumerate(guides) if guide is not None and guide.failure}
+        guides = (self._requests[part.sequence.request_id].guide for part in slices if part.samples)
+        failed = zip(range(len(tokens)), tokens, guides, strict=True)
+        return {row: guide.failure for row, token, guide in failed if token == NO_TOKEN and guide and guide.failure}
 
     def _settle(self, done: _Pass) -> None:
         output = done.output()
@@ -220,9 +225,12 @@ class PassRunner:
             row, token = next(tokens) if part.samples else (None, None)
             count = part.num_log_probs
             next_log_prob += count
+            sampled = [next(tokens)[1] for _ in part.drafts]
             states = next(pooled) if output.pooled and part.num_pooled else None
             if not part.counts:
                 continue
+            if row is not None and (output.mask_milliseconds or part.sequence.mask_milliseconds):
+                part.sequence.note_mask(output.mask_milliseconds.get(row, 0))
             if states is not None and tracked.pooled is not None:
                 tracked.pooled.add(states)
             if row in output.dead_ends:
@@ -235,6 +243,22 @@ class PassRunner:
                 first = next_log_prob - count
                 scores = self._controller.scores(output.log_probs, first, count, tracked.params)
             self._settle_one(tracked, part, token, scores)
+            if sampled and token is not None:
+                self._settle_drafts(tracked, part, [token, *sampled])
+
+    def _settle_drafts(self, tracked: TrackedRequest, part: SequenceSlice, sampled: list[int]) -> None:
+        """Keep the tokens sampled after drafts that were right themselves."""
+        accepted = 0
+        while accepted < len(part.drafts) and part.drafts[accepted] == sampled[accepted]:
+            if part.sequence not in self._scheduler or sampled[accepted + 1] == NO_TOKEN:
+                break  # The request has ended, or the next pass finds out why there is no token.
+            accepted += 1
+            self._scheduler.accept_draft(part.sequence)
+            self._settle_one(tracked, part, sampled[accepted], [])
+        assert part.sequence.lookup is not None, "it has drafted"
+        part.sequence.lookup.note(len(part.drafts), accepted)
+        self.draft_tokens_total += len(part.drafts)
+        self.accepted_draft_tokens_total += accepted
 
     def _settle_one(self, tracked: TrackedRequest, part: SequenceSlice, token: int | None, scores: Scores) -> None:
         if token == NO_TOKEN:

@@ -49,6 +49,10 @@ class EngineStats:
     """Running requests that wait for a further block."""
     weight_version: int = 0
     """Current version of the model's weights."""
+    draft_tokens_total: int = 0
+    """Tokens that were drafted."""
+    accepted_draft_tokens_total: int = 0
+    """Drafted tokens that were the sampled ones."""
 
 
 class StepResult(TypedDict):

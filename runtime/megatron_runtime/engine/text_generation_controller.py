@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -37,6 +38,8 @@ class StepOutput:
     """Why there is NO_TOKEN, for rows whose grammar has no valid continuation; by their index in ``tokens``."""
     pooled: list[list[float]] = field(default_factory=list)
     """Sums of hidden states, [hidden size] for each slice that pools any."""
+    mask_milliseconds: Mapping[int, int] = field(default_factory=dict)
+    """How long the masks of grammars took, for rows with at least one; by their index in ``tokens``."""
 
 
 class TextGenerationController:
@@ -97,7 +100,7 @@ class TextGenerationController:
             chosen, ids, values = _log_probs(logits, tokens, wanted)
             tokens, ids, chosen, values = on_host(tokens, ids, chosen, values)
             scores = LogProbs.from_arrays(chosen, ids, values)
-        return StepOutput(tokens.tolist(), scores)
+        return StepOutput(tokens.tolist(), scores, mask_milliseconds=rules.mask_milliseconds)
 
     def scores(self, log_probs: LogProbs | None, start: int, count: int, params: SamplingParams) -> Scores:
         """Log probabilities of some positions, each with the most likely tokens as the parameters ask for.

@@ -138,6 +138,19 @@ def create_metrics_api(metrics: Callable[[], bytes]) -> FastAPI:
     return app
 
 
+def create_download_api(state: Callable[[], dict[str, Any]], *, token: str) -> FastAPI:
+    """The application of the control API of a pod that downloads a model: ``state`` returns that of ``GET /v1/state``,
+    and ``token`` as for the control API."""
+    app = FastAPI(title="Megatron download", docs_url=None, redoc_url=None, openapi_url=None)
+    _install_handlers(app)
+
+    @app.get("/v1/state", dependencies=[Depends(_bearer(token))])
+    def read_state() -> dict[str, Any]:
+        return state()
+
+    return app
+
+
 def _install_probes(app: FastAPI, state: PodState) -> None:
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:

@@ -37,8 +37,9 @@ class EngineFlags:
     quantized_weights: Annotated[
         str,
         typer.Option(
-            help="Of GGUF files. expand: convert them to the dtype. keep: compute with them as they are, on a CPU,"
-            " which is faster and takes less memory, but rounds the inputs of products to int8."
+            help="expand: convert them to the dtype. keep: compute with those of GGUF files, and of int4 and int8 in"
+            " safetensors, as they are, on a CPU, which is faster and takes less memory, but rounds the inputs of"
+            " products to int8."
         ),
     ] = EngineOptions.quantized_weights
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = EngineOptions.device
@@ -79,6 +80,13 @@ class EngineFlags:
             help="On a GPU, keep the bits of answers independent of other requests, which takes longer.",
         ),
     ] = EngineOptions.batch_invariant
+    num_speculative_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Most tokens that a step verifies for a request besides its next one; they are copied from its earlier"
+            " tokens, and change no answer. 0: none."
+        ),
+    ] = EngineOptions.num_speculative_tokens
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of equal prompt prefixes.")] = (
         EngineOptions.prefix_caching
     )

@@ -139,6 +139,8 @@ class EngineLink:
                 weight_version=engine.weight_version,
                 prompt_tokens=engine.prompt_tokens,
                 generated_tokens=engine.generated_tokens,
+                draft_tokens=engine.draft_tokens,
+                accepted_draft_tokens=engine.accepted_draft_tokens,
             )
             for engine in sorted(service.engines, key=lambda engine: engine.replica_group)
         )

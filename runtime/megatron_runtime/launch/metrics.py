@@ -39,6 +39,12 @@ _COUNTERS: tuple[tuple[str, str, Value], ...] = (
         lambda group: group.prompt_tokens,
     ),
     ("megatron_replica_group_generation_tokens", "Generated tokens", lambda group: group.generated_tokens),
+    ("megatron_draft_tokens", "Tokens drafted by speculation", lambda group: group.draft_tokens),
+    (
+        "megatron_accepted_draft_tokens",
+        "Drafted tokens that were the sampled ones",
+        lambda group: group.accepted_draft_tokens,
+    ),
 )
 """Metrics of a replica group: name, help, and value."""
 

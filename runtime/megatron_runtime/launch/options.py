@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from megatron_runtime.config import LOGPROBS_MODES, InferenceConfig, PrefixCachi
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.identity import Identity
 from megatron_runtime.launch.lora_modules import check_modules
+from megatron_runtime.model.formats.checkpoint_path import model_name
 from megatron_runtime.model.formats.quantized_weights import keeps_quantized
 from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.timeouts import RENDEZVOUS_TIMEOUT
@@ -45,7 +45,7 @@ class ModelSource:
         if self.hf_repo is not None:
             return self.hf_repo
         assert self.path is not None
-        return re.sub(r"(-[0-9]{5}-of-[0-9]{5})?\.gguf$", "", self.path.name)
+        return model_name(self.path)
 
     @property
     def flag(self) -> str:
@@ -69,6 +69,7 @@ class EngineOptions:
     num_cuda_graphs: int | None = None
     """As of InferenceConfig; None: all sizes that the model permits on a GPU, and none on a CPU."""
     batch_invariant: bool = False
+    num_speculative_tokens: int = 0
     prefix_caching: bool = True
     chunked_prefill: bool = True
     kv_cache_management: str = "offload"
@@ -231,6 +232,7 @@ class LaunchOptions:
         _at_least("--max-sequence-length", engine.max_sequence_length, 2)
         _at_least("--max-requests", engine.max_requests, 1)
         _at_least("--num-cuda-graphs", engine.num_cuda_graphs, -1)
+        _at_least("--num-speculative-tokens", engine.num_speculative_tokens, 0)
         _at_least("--threads-per-rank", self.threads_per_rank, 1)
         for flag, seconds in (
             ("--request-timeout", self.request_timeout),

@@ -63,6 +63,10 @@ class RegisteredReplicaGroup:
     """Prompt tokens of requests scheduled since its start, cached or not."""
     generated_tokens: int = field(default=0, compare=False)
     """Tokens generated since its start."""
+    draft_tokens: int = field(default=0, compare=False)
+    """Tokens drafted since its start."""
+    accepted_draft_tokens: int = field(default=0, compare=False)
+    """Those that were the sampled tokens."""
 
     @property
     def paused_requests(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -169,7 +169,8 @@ def _experts(experts: Experts, names: TensorNames, shard: Shard) -> Placements:
     assert config is not None
     channels = _Part(shard.expert_channels(config), config.intermediate_size)
     router = _Part(range(config.count), config.count)
-    yield from _rows(experts.router.linear, [names.router], [router], names)
+    for name, placement in _rows(experts.router.linear, [names.router], [router], names):
+        yield name, replace(placement, matrix_of=None)  # rounded inputs would choose other experts
     if experts.router.selection_bias is not None:
         yield names.selection_bias, whole(experts.router.selection_bias)
     for index, network in zip(experts.here, experts.networks, strict=True):

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.embedding import Embedding
-from megatron_runtime.model.formats.coded_rows import BLOCK, CODINGS
+from megatron_runtime.model.formats.coded_rows import BLOCK
 from megatron_runtime.model.formats.weight_source import CodedSource, WeightSource
 from megatron_runtime.model.head import Head
 from megatron_runtime.model.kernels import quantized_products
@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 def keep_quantized(decoder: Decoder, source: WeightSource) -> dict[str, Placement | CodedPlacement]:
     """Replace the matrices of an unfilled decoder that ``source`` stores quantized; returns all destinations.
 
-    A matrix whose tensors don't all have a type in `CODINGS` is filled as in any other checkpoint.
+    A matrix whose tensors don't all have a `Coding` is filled as in any other checkpoint.
     """
     placements = decoder.placements()
     destinations: dict[str, Placement | CodedPlacement] = dict(placements)
@@ -68,7 +68,7 @@ def _coded(source: WeightSource, placements: Mapping[str, Placement]) -> dict[st
     Consecutive tensors with the same coding share a `QuantizedMatrix`, because each has a cost of its own in a product.
     """
     found: dict[str, CodedPlacement] = {}
-    runs = itertools.groupby(placements, lambda name: CODINGS.get(source.tensors[name].kind))
+    runs = itertools.groupby(placements, lambda name: source.tensors[name].coding)
     for coding, names in ((coding, list(run)) for coding, run in runs):
         parts = [placements[name] for name in names]
         if coding is None or not all(map(_is_between_blocks, parts)):

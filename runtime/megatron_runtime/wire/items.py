@@ -187,12 +187,15 @@ class EngineLoad(NamedTuple):
     """How long the current step has been running; 0 between steps."""
     weight_version: int = 0
     """Version of its weights."""
+    draft_tokens: int = 0
+    """Tokens drafted since the engine started."""
+    accepted_draft_tokens: int = 0
+    """Those that were the sampled tokens."""
 
     @classmethod
     def parse(cls, raw: Any) -> EngineLoad:
-        values = fields(raw, 8, "engine load")
-        counts = [natural(value, name) for value, name in zip(values[:6], cls._fields, strict=False)]
-        return cls._make([*counts, seconds(values[6], "step_seconds"), natural(values[7], "weight_version")])
+        values = zip(cls._fields, fields(raw, len(cls._fields), "engine load"), strict=True)
+        return cls._make((seconds if name == "step_seconds" else natural)(value, name) for name, value in values)
 
 
 class AdapterEntry(NamedTuple):

@@ -31,6 +31,10 @@ class EngineView:
     """How long the current step had been running at the time of the report."""
     weight_version: int
     """Number of weight updates."""
+    draft_tokens: int
+    """Tokens drafted since this engine started."""
+    accepted_draft_tokens: int
+    """Those that were the sampled tokens."""
     draining: bool
     ready: bool
     """Whether it has reached the state of the service and gets requests."""

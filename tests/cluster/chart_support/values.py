@@ -26,6 +26,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "--set=activator.enabled=true",
         '--set-json=networkPolicy.clientsFrom=[{"podSelector": {}}]',
         "--set=operator.podDisruptionBudgets=false",
+        "--set=operator.modelCaches=false",
     ),
     "activated in some namespaces": (
         "--set=activator.enabled=true",

@@ -39,6 +39,9 @@ NEEDED: Mapping[Path, Json] = {
     ("model",): {"source": {"path": "/m"}},
     ("model", "source"): {"path": "/m"},
     ("model", "source", "huggingFace"): {"repo": "a/b"},
+    ("model", "cache"): {"claimName": "c"},
+    ("model", "cache", "volumeClaim"): {"size": "1Gi"},
+    ("model", "cache", "hostPath"): {"path": "/m", "nodes": ["n"]},
     ("model", "source", "huggingFace", "tokenSecret"): {"name": "n", "key": "k"},
     ("model", "source", "persistentVolumeClaim"): {"claimName": "c"},
     ("model", "source", "image"): {"reference": "r"},
@@ -76,6 +79,12 @@ class Trial:
     def resource(self) -> Json:
         """The whole resource."""
         made = manifest()
+        if self.path[:2] == ("model", "cache"):
+            made["spec"]["model"] = {"source": {"huggingFace": {"repo": "a/b"}}}
+            if len(self.path) > 2:
+                made["spec"]["model"]["cache"] = {}
+            if self.path[2:4] == ("hostPath", "nodeSelector"):
+                made["spec"]["model"]["cache"] = {"hostPath": {"path": "/m"}}
         if self.path[:2] == ("model", "source") and len(self.path) > 2:
             made["spec"]["model"]["source"] = {}
         if "ipBlock" in self.path:
@@ -116,7 +125,9 @@ def _values(node: Schema) -> Iterator[Any]:
         yield from ("/" + "a" * (length - 1) for length in LENGTHS)
     if node.get("type") == "array":
         yield from (
-            [value] * count for value in ("x", "hermes", {"name": "g"}) for count in (1, 2, 16, 17, 32, 33, 64, 65)
+            [value] * count
+            for value in ("x", "hermes", "ReadWriteMany", {"name": "g"})
+            for count in (1, 2, 16, 17, 32, 33, 64, 65)
         )
         yield from ([None], [""], [1], [[]])
     if "additionalProperties" in node:

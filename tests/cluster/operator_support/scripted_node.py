@@ -11,6 +11,8 @@ from operator_support.simulated_launcher import SimulatedLauncher
 
 CONTAINER = "megatron"
 LABELS = "inference.megatron.dev"
+DOWNLOAD = f"{LABELS}/model-cache"
+"""Label of pods that fill a model cache."""
 
 
 class ScriptedNode(SimulatedNode):
@@ -28,7 +30,9 @@ class ScriptedNode(SimulatedNode):
         self.launchers: dict[str, SimulatedLauncher] = {}
 
     async def start(self, pod: Json) -> None:
-        if self.by_itself:
+        if self.by_itself and DOWNLOAD in pod["metadata"]["labels"]:
+            await self.end_download(pod, 0, {"bytes": 1000, "commit": "c0ffee"})
+        elif self.by_itself:
             await self.run(pod)
             await self.make_ready(pod)
 
@@ -84,6 +88,13 @@ class ScriptedNode(SimulatedNode):
                 "containerStatuses": [{**status, "state": {"terminated": ended}}],
             },
         )
+
+    async def end_download(self, pod: Json, exit_code: int, message: dict[str, Any]) -> None:
+        """Ends a pod that fills a model cache, with its termination message."""
+        phase, reason = ("Failed", "Error") if exit_code else ("Succeeded", "Completed")
+        ended = {"exitCode": exit_code, "reason": reason, "message": json.dumps(message)}
+        status = {"name": CONTAINER, "image": "", "imageID": "", "ready": False, "restartCount": 0}
+        await self.report(pod, {"phase": phase, "containerStatuses": [{**status, "state": {"terminated": ended}}]})
 
     async def preempt(self, pod: Json) -> None:
         """Ends the pod as the kubelet does for a pod with a higher priority."""

@@ -7,6 +7,7 @@ from typing import Any
 from planning_support.resources import resource_object
 from planning_support.simulation import SimulatedCluster
 
+from megatron_operator.api.v1alpha1 import Cache
 from megatron_operator.events import Event
 from megatron_operator.observed_state import Action, AdapterError, ApplyChild, ObservedState
 from megatron_operator.reconcile import ReconcileResult, reconcile
@@ -25,10 +26,10 @@ class Flaky(SimulatedCluster):
         self.asked: list[Action] = []
         """All actions, including rejected ones."""
 
-    async def observe(self, name: str, namespace: str) -> ObservedState:
+    async def observe(self, name: str, namespace: str, cache: Cache | None = None) -> ObservedState:
         if self.blind:
             raise AdapterError("the API server does not answer")
-        return await super().observe(name, namespace)
+        return await super().observe(name, namespace, cache)
 
     async def apply(self, name: str, namespace: str, action: Action) -> None:
         self.asked.append(action)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from planning_support.signals import ALLOWED_FROM, ARRIVES_AT, IN_PROGRESS_REASONS
+
 from megatron_operator import names
-from megatron_operator.api.v1alpha1 import Lifecycle
+from megatron_operator.api.v1alpha1 import Cache, Lifecycle
+from megatron_operator.downloads import DownloadPhase, ObservedDownload
 from megatron_operator.leader_selection import current_leader
 from megatron_operator.lifecycle import SETTLED_STATE
 from megatron_operator.observed_state import (
@@ -32,26 +35,6 @@ from megatron_operator.observed_state import (
     SignalRefused,
 )
 
-ALLOWED_FROM = {
-    Signal.PAUSE: (EngineState.RUNNING,),
-    Signal.UNPAUSE: (EngineState.PAUSED,),
-    Signal.SUSPEND: (EngineState.PAUSED,),
-    Signal.RESUME: (EngineState.SUSPENDED,),
-}
-"""The states in which the engine accepts the signal."""
-IN_PROGRESS_REASONS = {
-    Signal.PAUSE: EngineState.PAUSING,
-    Signal.UNPAUSE: EngineState.UNPAUSING,
-    Signal.SUSPEND: EngineState.SUSPENDING,
-    Signal.RESUME: EngineState.RESUMING,
-}
-ARRIVES_AT = {
-    EngineState.PAUSING: EngineState.PAUSED,
-    EngineState.UNPAUSING: EngineState.RUNNING,
-    EngineState.SUSPENDING: EngineState.SUSPENDED,
-    EngineState.RESUMING: EngineState.PAUSED,
-}
-
 
 class SimulatedCluster:
     """A ``ClusterAdapter`` whose cluster changes only by the methods that tests call."""
@@ -60,6 +43,10 @@ class SimulatedCluster:
         self.now = 1_700_000_000.0
         self.pods: dict[str, ObservedPod] = {}
         self.children: dict[str, str] = {}
+        self.downloads: dict[str, ObservedDownload] = {}
+        """The download Jobs by name; tests change them."""
+        self.cache_nodes: tuple[str, ...] | None = ()
+        self.cached_sources: frozenset[str] | None = None
         self.taken: set[str] = set()  # ``Kind/name`` of objects of other owners
         self.unknown_fields: dict[str, object] = {}
         self.has_room = True  # the node of a new pod
@@ -77,7 +64,7 @@ class SimulatedCluster:
         """Fields unknown to the cluster."""
         return self.unknown_fields
 
-    async def observe(self, _name: str, _namespace: str) -> ObservedState:
+    async def observe(self, _name: str, _namespace: str, _cache: Cache | None = None) -> ObservedState:
         """The observation of an adapter."""
         return self.observed()
 
@@ -93,6 +80,9 @@ class SimulatedCluster:
             engine=self._engine(),
             children=dict(self.children),
             taken=frozenset(self.taken),
+            downloads=tuple(self.downloads.values()),
+            cache_nodes=self.cache_nodes,
+            cached_sources=self.cached_sources,
         )
 
     def carry_out(self, action: Action) -> None:
@@ -101,9 +91,10 @@ class SimulatedCluster:
             case ApplyChild(manifest) if names.child_key(manifest) in self.taken:
                 raise ActionRefused(f"{names.child_key(manifest)} exists and has another owner")
             case ApplyChild(manifest):
-                self.children[names.child_key(manifest)] = names.applied_hash(manifest["metadata"])
+                self._apply(manifest)
             case DeleteChild(kind, name):
                 self.children.pop(f"{kind}/{name}", None)
+                self.downloads.pop(name, None)
             case CreateSecret(manifest):
                 self.children.setdefault(names.child_key(manifest), "")
             case CreatePod(manifest):
@@ -250,6 +241,12 @@ class SimulatedCluster:
         pods = [pod for pod in self.pods.values() if not pod.finished and not pod.deleting]
         return [pod for pod in pods if group is None or pod.group == group]
 
+    def _apply(self, manifest: Manifest) -> None:
+        self.children[names.child_key(manifest)] = names.applied_hash(manifest["metadata"])
+        if manifest["kind"] == names.JOB:
+            job = manifest["metadata"]["name"]
+            self.downloads[job] = ObservedDownload(job, DownloadPhase.PENDING)
+
     def _create(self, manifest: Manifest) -> None:
         name = manifest["metadata"]["name"]
         identity = names.pod_identity(manifest["metadata"])
@@ -271,6 +268,7 @@ class SimulatedCluster:
             template_hash=identity.template_hash,
             restarts=identity.restarts,
             default_image=manifest["metadata"]["annotations"].get(names.DEFAULT_IMAGE_ANNOTATION),
+            cached_source=manifest["metadata"]["annotations"].get(names.CACHED_SOURCE_ANNOTATION),
             phase=PodPhase.PENDING,
             ready=False,
             created_at=self.now,

@@ -1,8 +1,9 @@
-"""A new grammar is compiled beside the steps: the other requests do not wait for it."""
+"""A new grammar is compiled beside the steps, and slow masks take turns: other requests do not wait for them."""
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engine.sampling import grammar as grammar_module
+from megatron_runtime.engine.sampling.grammar import RequestGuide
 from megatron_runtime.engine.worker.loop_requests import LoopRequests
 from megatron_runtime.guides import regex_grammar
 from megatron_runtime.sampling_params import SamplingParams
@@ -141,3 +143,28 @@ def test_a_grammar_is_compiled_once_although_more_wait_than_are_kept(served: Ser
     assert sorted(len(result["generated_text"]) for result in served.results.values())[:3] == [1, 2, 3]
     assert len(served.results) == len(grammars)
     assert compiler.compiled == grammars
+
+
+def test_slow_masks_of_many_requests_do_not_delay_the_others(
+    make_engine: Callable[..., DynamicInferenceEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RequestGuide, "mask_milliseconds", property(lambda _: 4, lambda _, __: None), raising=False)
+    guided = SamplingParams(num_tokens_to_generate=24, temperature=1.0, seed=9, grammar=regex_grammar("[ab]{20}"))
+    free = SamplingParams(num_tokens_to_generate=24, temperature=1.0, seed=9, ignore_eos=True)
+    requests = [guided, free, guided, guided, guided]
+    alone = [make_engine().generate(["Hello"], params)[0].merge().generated_tokens for params in requests]
+    engine = make_engine()
+    for request_id, params in enumerate(requests):
+        engine.add_request(request_id, "Hello", params)
+    found: dict[int, list[int]] = {}
+    waited: Counter[int] = Counter()
+    while engine.has_unfinished_requests():
+        running = engine.scheduler.running_ids
+        known = {each: len(engine.get_request(each).generated_tokens) for each in running}
+        for record in engine.step_modern()["finished_request_records"]:
+            found[record.request_id] = record.merge().generated_tokens
+        for each in set(running) - set(found):
+            waited[each] += len(engine.get_request(each).generated_tokens) == known[each]
+    assert [found[each] for each in range(5)] == alone
+    assert waited[0] == waited[1] == 0
+    assert all(waited[each] > 10 for each in (2, 3, 4))

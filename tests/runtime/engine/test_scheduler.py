@@ -6,7 +6,7 @@ import pytest
 from engine_support.scheduling import SchedulerLives, run_pass, scheduler_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, rule
+from hypothesis.stateful import initialize, precondition, rule
 
 from megatron_runtime.engine.scheduling.sequence import Sequence
 
@@ -61,6 +61,11 @@ class RandomLives(SchedulerLives):
         self.alive[self.next_id] = sequence
         self.scheduler.add(sequence)
         self.next_id += 1
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), milliseconds=st.integers(0, 20))
+    def take_long_for_a_mask(self, data: st.DataObject, milliseconds: int) -> None:
+        self.alive[data.draw(st.sampled_from(sorted(self.alive)))].note_mask(milliseconds)
 
     @rule()
     def suspend_and_recompute(self) -> None:
@@ -216,6 +221,42 @@ def test_a_sequence_that_never_fits_is_refused_at_submission() -> None:
     assert not scheduler.can_ever_fit(sequence_of(0, 5, 5))
     with pytest.raises(AssertionError, match="never fits"):
         scheduler.add(sequence_of(0, 5, 5))
+
+
+def test_sequences_with_slow_masks_take_turns_and_the_others_are_in_every_pass() -> None:
+    scheduler = scheduler_of(20)
+    sequences = [sequence_of(request_id, 3, 9) for request_id in range(6)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    run_pass(scheduler)
+    for slow in sequences[2:]:
+        slow.mask_milliseconds = 4  # the budget is 5
+    passes = [[part.sequence.request_id for part in run_pass(scheduler)[0].slices] for _ in range(5)]
+    assert passes == [[0, 1, 2], [0, 1, 3], [0, 1, 4], [0, 1, 5], [0, 1, 2]]
+    for slow in sequences[2:]:
+        slow.mask_milliseconds = 2
+    assert [len(run_pass(scheduler)[0].slices) for _ in range(2)] == [4, 4]
+
+
+def test_the_most_urgent_sequence_is_in_every_pass_even_with_a_slow_mask() -> None:
+    scheduler = scheduler_of(20)
+    sequences = [sequence_of(request_id, 3, 9) for request_id in range(4)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    run_pass(scheduler)
+    for slow in sequences:
+        slow.mask_milliseconds = 30
+    passes = [[part.sequence.request_id for part in run_pass(scheduler)[0].slices] for _ in range(4)]
+    assert passes == [[0, 1], [0, 2], [0, 3], [0, 1]]
+
+
+def test_the_expected_time_of_a_mask_rises_at_once_and_falls_by_half() -> None:
+    sequence = sequence_of(0, 3, 9)
+    expected = []
+    for milliseconds in (0, 9, 1, 0, 0, 0):
+        sequence.note_mask(milliseconds)
+        expected.append(sequence.mask_milliseconds)
+    assert expected == [0, 9, 4, 2, 1, 0]
 
 
 def test_passes_that_are_under_way_share_the_sequences() -> None:

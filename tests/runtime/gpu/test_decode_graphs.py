@@ -219,6 +219,21 @@ def test_a_pass_with_an_adapter_runs_eagerly(device: PretendedDevice) -> None:
     assert device.work.replays == 2
 
 
+def test_drafts_are_rows_of_a_graph(device: PretendedDevice) -> None:
+    model = one_layer()
+    params = SamplingParams(num_tokens_to_generate=12, temperature=0.0, logit_bias={70: 50.0})
+    expected = small_engine(model).generate([[65] * 5], params)[0].merge().generated_tokens
+    engine = captured_engine(model, num_speculative_tokens=2)
+    device.work = Work()
+    future = engine.add_request(0, [65] * 5, params)
+    sizes = []
+    while engine.has_unfinished_requests():
+        sizes.append(engine.step_modern()["cuda_graph_request_count"])
+    assert future.result(timeout=0).merge().generated_tokens == expected
+    assert sizes.count(3) >= 3
+    assert len(sizes) < 10
+
+
 def test_more_new_blocks_than_a_graph_has_room_for_come_by_one_more_copy(device: PretendedDevice) -> None:
     model = one_layer()
     params = SamplingParams(num_tokens_to_generate=5, temperature=0.0)

@@ -83,7 +83,7 @@ def test_a_batch_needs_a_body_for_each_item() -> None:
 
 def test_a_registration_survives_encoding_and_decoding() -> None:
     registration = Registration(
-        3, 2, "abc", EngineState.PAUSED, True, [bytes(16)], EngineLoad(1, 2, 3, 4, 5, 6, 0.5, 7), "/models/7",
+        3, 2, "abc", EngineState.PAUSED, True, [bytes(16)], EngineLoad(1, 2, 3, 4, 5, 6, 0.5, 7, 8, 9), "/models/7",
         AdapterReport(3, [AdapterEntry("a", "/a", 2)], [AdapterEntry("b", "/b", 0)]),
     )  # fmt: skip
     assert Registration.parse(codec.decode(codec.encode(Headers.REGISTER, *registration.wire()))) == registration

@@ -18,6 +18,7 @@ from runtime_support.reference_models import CLOSE, logits_of
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model, load_tokenizer
+from megatron_runtime.model.formats.checkpoint_path import model_name
 from megatron_runtime.model.formats.gguf_file import GgufFile
 from megatron_runtime.model.weights import LoadProgress
 
@@ -188,6 +189,19 @@ def test_a_divided_file_is_read_through_any_of_its_parts(
     assert not origin.is_unchanged()
     parts[1].unlink()
     assert "is one of 3 parts; model-00002-of-00003.gguf missing. Fetch them" in complaint(parts[0])
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("model.gguf", "model"),
+        ("a/model-Q8_0-00001-of-00002.gguf", "model-Q8_0"),
+        ("model-0001-of-0002.gguf", "model-0001-of-0002"),
+        ("a/folder-1.5", "folder-1.5"),
+    ],
+)
+def test_a_model_has_the_name_of_its_file_without_the_part(file: str, name: str) -> None:
+    assert model_name(Path(file)) == name
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 from runtime_support import model_scenarios
+from runtime_support.quantized_safetensors import quantize_folder, to_float8
 from runtime_support.rank_processes import run_ranks
 from suite_support.worker import free_port
 
 from megatron_runtime.parallel.layout import ParallelSizes
 
 MIB = 2**20
+BY_BLOCKS = to_float8((128, 128), name="weight_scale_inv")
 SHARD = 20 * MIB
 SLACK = 12 * MIB
 """For a chunk of a tensor, and large pages that are not full. Less than a second shard, and than the holes of packed
@@ -39,7 +41,7 @@ LARGE = {
     ],
     ids=["alone", "tensor", "pipeline", "expert"],
 )
-@pytest.mark.parametrize("form", ["safetensors", "gguf"])
+@pytest.mark.parametrize("form", ["safetensors", "gguf", "float8"])
 def test_a_rank_peaks_at_its_part_and_one_shard(
     form: str, family: str, sizes: ParallelSizes, tmp_path: Path, random_model: Any, write_gguf: Any
 ) -> None:
@@ -49,6 +51,11 @@ def test_a_rank_peaks_at_its_part_and_one_shard(
     for name, model in models.items():
         if form == "gguf":
             write_gguf(tmp_path / name, model)
+        elif form == "float8":
+            model.save_pretrained(tmp_path / f"plain-{name}")
+            folder = quantize_folder(tmp_path / f"plain-{name}", BY_BLOCKS, {"quant_method": "fp8"}, files=5).quantized
+            folder.rename(tmp_path / name)
+            shards = [path.stat().st_size for path in (tmp_path / name).glob("*.safetensors")]
         else:
             model.save_pretrained(tmp_path / name, max_shard_size=SHARD)
             shards = [path.stat().st_size for path in (tmp_path / name).glob("*.safetensors")]

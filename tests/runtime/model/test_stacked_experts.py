@@ -54,6 +54,15 @@ def test_packed_experts_are_those_of_transformers(packed: tuple[Path, Any], page
     torch.testing.assert_close(ours, logits_of(model, tokens), **CLOSE)
 
 
+def test_the_configuration_may_name_the_format(packed: tuple[Path, Any], tmp_path: Path) -> None:
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    config = json.loads((packed[0] / "config.json").read_text()) | {"quantization_config": settings}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(packed[0] / "model.safetensors")
+    ours, expected = (load_model(path, dtype="float32").destinations() for path in (tmp_path, packed[0]))
+    assert all(torch.equal(ours[name], weights) for name, weights in expected.items())
+
+
 def test_every_part_of_a_packed_matrix_can_be_read(packed: tuple[Path, Any]) -> None:
     folder, model = packed
     _, source, _ = open_checkpoint(folder)

@@ -15,6 +15,7 @@ from runtime_support.group_scenarios import join
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engine.profiler import FOLDER_VARIABLE
+from megatron_runtime.engine.sampling.grammar import RequestGuide
 from megatron_runtime.engine.worker.follower_actions import run_follower
 from megatron_runtime.engine.worker.lock_step import LockStepEngine
 from megatron_runtime.errors import CheckpointError, LockStepError, LostRankError
@@ -106,9 +107,10 @@ def serve(engine: Any, *, interrupt: Callable[[int], None] = lambda _: None) -> 
 
 
 def serve_in_lock_step(rank: int, sizes: ParallelSizes, port: int, path: Path, mode: str) -> dict[str, Any]:
-    """The same on several ranks, with a pause and a suspension in between."""
+    """The same on several ranks, with a pause and a suspension in between. Each rank measures other times of masks."""
+    setattr(RequestGuide, "mask_milliseconds", property(lambda _: 5 + rank, lambda _, __: None))  # noqa: B010
     ranks = join(sizes, rank, port)
-    engine = build(path, ranks, kv_cache_management_mode=mode, offload_weights=True)
+    engine = build(path, ranks, kv_cache_management_mode=mode, offload_weights=True, num_speculative_tokens=3)
     results: dict[str, Any] = {}
     if rank:
         run_follower(engine, ranks)

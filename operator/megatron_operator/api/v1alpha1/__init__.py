@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_operator.api.v1alpha1.cache import Cache, CacheAccessMode, CacheClaim, CacheFolder
 from megatron_operator.api.v1alpha1.expose import (
     Expose,
     HTTPRouteExposure,
@@ -54,8 +55,12 @@ from megatron_operator.api.v1alpha1.serving import (
     Pooling,
     RoutingPolicy,
     RoutingSpec,
+    Speculation,
+    SpeculationMethod,
 )
 from megatron_operator.api.v1alpha1.status import (
+    CachePhase,
+    CacheStatus,
     Condition,
     ConditionType,
     LastFailure,
@@ -74,6 +79,12 @@ __all__ = [
     "VERSION",
     "AdapterSpec",
     "AutoSuspendSpec",
+    "Cache",
+    "CacheAccessMode",
+    "CacheClaim",
+    "CacheFolder",
+    "CachePhase",
+    "CacheStatus",
     "ComputeResources",
     "Condition",
     "ConditionType",
@@ -116,6 +127,8 @@ __all__ = [
     "Scheduling",
     "ServiceType",
     "Source",
+    "Speculation",
+    "SpeculationMethod",
     "Toleration",
     "VolumeSource",
 ]

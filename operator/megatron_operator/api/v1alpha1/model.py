@@ -7,7 +7,17 @@ from typing import Annotated, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from megatron_operator.api.v1alpha1.base import AbsolutePath, AdapterName, DnsName, ImageReference, Integer, Part, Text
+from megatron_operator.api.v1alpha1.base import (
+    AbsolutePath,
+    AdapterName,
+    DnsName,
+    ImageReference,
+    Integer,
+    Part,
+    Text,
+    misplaced,
+)
+from megatron_operator.api.v1alpha1.cache import Cache
 from megatron_operator.api.v1alpha1.operations import ImagePullPolicy
 
 ONE_SOURCE = "exactly one of huggingFace, path, persistentVolumeClaim and image must say where the model is"
@@ -120,8 +130,23 @@ class AdapterSpec(Part):
 class Model(Part):
     """The model that is served."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                {
+                    "rule": "!has(self.cache) || has(self.source.huggingFace)",
+                    "message": "spec.model.cache: only models from source.huggingFace are downloaded; set that, or"
+                    " remove the cache",
+                }
+            ]
+        }
+    )
+
     source: Source
     """Source of the checkpoint: exactly one of huggingFace, path, persistentVolumeClaim and image."""
+    cache: Cache | None = None
+    """A place that is filled once with the downloaded and verified model, for all pods. Default: each pod downloads the
+    model for itself."""
     served_name: Text | None = None
     """Name of the model in the OpenAI API. Default: the resource's name."""
     dtype: DType = DType.AUTO
@@ -129,3 +154,11 @@ class Model(Part):
     float32 otherwise."""
     max_sequence_length: Annotated[Integer, Field(ge=1, le=16_777_216)] | None = None
     """Maximum length of prompt and answer, in tokens. Default: the limit of the checkpoint."""
+
+    @model_validator(mode="after")
+    def _downloads_are_cached(self) -> Self:
+        if self.cache is not None and self.source.hugging_face is None:
+            dumped = self.cache.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+            fix = "only models from source.huggingFace are downloaded; set that, or remove the cache"
+            raise misplaced("cache", dumped, fix)
+        return self

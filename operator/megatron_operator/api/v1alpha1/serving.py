@@ -21,6 +21,12 @@ class KVCacheManagement(StrEnum):
     RECOMPUTE = "Recompute"
 
 
+class SpeculationMethod(StrEnum):
+    """Where the drafted tokens come from."""
+
+    PROMPT_LOOKUP = "PromptLookup"
+
+
 class RoutingPolicy(StrEnum):
     """How the coordinator selects the replica group for a request."""
 
@@ -113,6 +119,15 @@ class Parallelism(Part):
         return self.pipeline * max(self.tensor, self.expert)
 
 
+class Speculation(Part):
+    """Tokens that a step verifies for a request besides its next one."""
+
+    method: SpeculationMethod = SpeculationMethod.PROMPT_LOOKUP
+    """PromptLookup: those that followed the last occurrence of the request's latest tokens."""
+    num_tokens: Annotated[Integer, Field(ge=1, le=64)] = 7
+    """Most tokens of a request in a step. Fewer are used while they are wrong, and none if they stay so."""
+
+
 class EngineSpec(Part):
     """The engine of each replica group."""
 
@@ -127,6 +142,9 @@ class EngineSpec(Part):
     """Compute common prefixes of prompts once, and keep them in the KV cache while there is room."""
     chunked_prefill: Boolean = True
     """Process long prompts in chunks, between the decoding steps of other requests."""
+    speculation: Speculation | None = None
+    """Speculative decoding: several tokens per step for answers that repeat their context, with the same tokens as
+    without. Default: none."""
     kv_cache_management: KVCacheManagement = KVCacheManagement.OFFLOAD
     """While suspended, the KV cache stays (Persist), moves to host memory (Offload), or is dropped and recomputed
     (Recompute)."""

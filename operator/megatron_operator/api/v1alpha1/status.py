@@ -24,8 +24,18 @@ class Phase(StrEnum):
     TERMINATING = "Terminating"
 
 
+class CachePhase(StrEnum):
+    """Progress of a model cache."""
+
+    PENDING = "Pending"
+    DOWNLOADING = "Downloading"
+    VERIFYING = "Verifying"
+    READY = "Ready"
+    FAILED = "Failed"
+
+
 class ConditionType(StrEnum):
-    """Condition types. Every resource has all of them."""
+    """Condition types. Every resource has all of them, except Cached, which those with a model cache have."""
 
     READY = "Ready"
     AVAILABLE = "Available"
@@ -34,6 +44,7 @@ class ConditionType(StrEnum):
     SUSPENDED = "Suspended"
     DEGRADED = "Degraded"
     FAILED = "Failed"
+    CACHED = "Cached"
 
 
 ConditionStatus = Literal["True", "False", "Unknown"]
@@ -43,7 +54,7 @@ class Condition(Report):
     """A condition, as in other Kubernetes resources."""
 
     type: str
-    """Ready, Available, Progressing, Paused, Suspended, Degraded or Failed."""
+    """Ready, Available, Progressing, Paused, Suspended, Degraded, Failed or Cached."""
     status: ConditionStatus
     """True, False or Unknown."""
     reason: str
@@ -107,6 +118,29 @@ class LeaderStatus(Report):
     """Number of the decision that made it the leader; each later decision has a greater one."""
 
 
+class CacheStatus(Report):
+    """The model cache."""
+
+    phase: CachePhase = CachePhase.PENDING
+    """Pending, Downloading, Verifying, Ready or Failed."""
+    source: str = ""
+    """Hash of the source that the cache is filled with; the name of its folder."""
+    in_use: list[str] = Field(default=[])
+    """Hashes of all sources that the resource or its running pods use."""
+    commit: str = ""
+    """Commit of the repository that was downloaded."""
+    downloaded_bytes: int = 0
+    """Bytes that were downloaded, on all nodes, in steps of 1 %."""
+    total_bytes: int = 0
+    """Bytes of the model, times the number of nodes; 0 until it is known."""
+    nodes: int = 0
+    """Nodes that get the model; 0 for a volume claim."""
+    filled_nodes: int = 0
+    """Nodes that have the model."""
+    message: str = ""
+    """What the cache waits for, or why it failed, as a message for users."""
+
+
 class MegatronInferenceStatus(Report):
     """The observed state of a MegatronInference."""
 
@@ -143,11 +177,13 @@ class MegatronInferenceStatus(Report):
     """The leader pod, or the last one."""
     replica_groups: list[ReplicaGroupStatus] = Field(default=[])
     """The replica groups."""
+    cache: CacheStatus | None = None
+    """The model cache, if the resource has one."""
     conditions: list[Condition] = Field(
         default=[],
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
-    """Ready, Available, Progressing, Paused, Suspended, Degraded and Failed."""
+    """Ready, Available, Progressing, Paused, Suspended, Degraded and Failed; with a model cache also Cached."""
 
     def condition(self, kind: ConditionType) -> Condition | None:
         """The condition of this type, if it exists."""

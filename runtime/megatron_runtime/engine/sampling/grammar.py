@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,6 +35,10 @@ class RequestGuide:
         self._grammars = compiled_grammars(tokenizer)
         self._grammar = grammar
         self._first = self._known = prompt_length
+        self._drafts: list[int] = []
+        """The last of the known tokens, if they were drafts."""
+        self.mask_milliseconds = 0
+        """Time of the last call of `after`, rounded down."""
         self._matcher = self._grammars.matcher(grammar)
 
     @property
@@ -44,23 +49,54 @@ class RequestGuide:
         # The other lines are the whole state of the matcher.
         return (self._matcher.get_error().splitlines() or ["llguidance reported no reason"])[0]
 
-    def after(self, tokens: Sequence[int], length: int, vocab_size: int) -> NDArray[np.bool_]:
-        """The tokens that may follow the first ``length`` tokens: bool [vocab_size]; none after a failure."""
+    def after(self, tokens: Sequence[int], length: int, vocab_size: int, *, num_drafts: int = 0) -> NDArray[np.bool_]:
+        """The tokens that may follow the first ``length`` tokens: bool [vocab_size]; none after a failure.
+
+        The last ``num_drafts`` of these tokens are drafts. None may follow if the grammar does not allow a draft.
+        """
+        started = time.perf_counter()
+        self._forget_wrong_drafts(tokens, length)
         if length < self._known:
             self._start_over()  # The pass failed, and is repeated.
-        if not self._matcher.is_stopped():
-            self._matcher.consume_tokens(list(tokens[self._known : length]))
-        self._known = length
+        is_possible = self._consume(list(tokens[self._known : length]), num_drafts)
         allowed = np.zeros(vocab_size, np.bool_)
-        if self.failure is None:
+        if is_possible and self.failure is None:
             bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
             found = np.unpackbits(bits, bitorder="little")[:vocab_size].astype(np.bool_)
             allowed[: len(found)] = found
+        self.mask_milliseconds = int(1e3 * (time.perf_counter() - started))
         return allowed
+
+    def _consume(self, tokens: list[int], num_drafts: int) -> bool:
+        """False if the grammar does not allow a draft."""
+        if self._matcher.is_stopped():
+            return True
+        if not num_drafts:
+            self._matcher.consume_tokens(tokens)
+            self._known += len(tokens)
+            self._drafts = []
+            return True
+        consumed = self._matcher.try_consume_tokens(tokens)
+        self._known += consumed
+        self._drafts += tokens[max(len(tokens) - num_drafts, 0) : consumed]
+        return consumed == len(tokens)
+
+    def _forget_wrong_drafts(self, tokens: Sequence[int], length: int) -> None:
+        sure = self._known - len(self._drafts)
+        right = 0
+        while right < len(self._drafts) and sure + right < length and tokens[sure + right] == self._drafts[right]:
+            right += 1
+        if right < len(self._drafts):
+            if self._matcher.is_error() or not self._matcher.rollback(len(self._drafts) - right):
+                self._start_over()
+                return
+            self._known = sure + right
+            del self._drafts[right:]
 
     def _start_over(self) -> None:
         self._matcher = self._grammars.matcher(self._grammar)
         self._known = self._first
+        self._drafts = []
 
 
 class CompiledGrammars:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_runtime.engine.sampling.exponential_noise import noise_keys
 from megatron_runtime.engine.sampling.filters import EDITS, TRUNCATIONS
+from megatron_runtime.engine.sampling.filters.grammar import GrammarMask
 from megatron_runtime.engine.sampling.filters.protocol import Draws, FilterRequest, LogitsEdit
 from megatron_runtime.engine.sampling.filters.truncations import Truncation
 from megatron_runtime.engine.sampling.grammar import RequestGuide
@@ -33,6 +34,11 @@ class SamplingRules:
     """The truncations that any row uses, in the order in which they apply, with a parameter for every row."""
     edits: tuple[LogitsEdit, ...] = ()
     """The edits that any row uses, in the order in which they apply; all precede temperature and truncations."""
+
+    @property
+    def mask_milliseconds(self) -> Mapping[int, int]:
+        """How long the masks of grammars took, for rows with at least one."""
+        return next((edit.milliseconds for edit in self.edits if isinstance(edit, GrammarMask)), {})
 
     @property
     def changes_logits(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_runtime.engine.scheduling.block_allocator import BlockAllocator
+from megatron_runtime.engine.scheduling.mask_budget import held_back
 from megatron_runtime.engine.scheduling.ordered_sequences import OrderedSequences
 from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice
 
@@ -21,6 +22,8 @@ class SchedulerLimits:
     """Most blocks of sequences that wait for further ones."""
     passes_in_flight: int = 1
     """Most passes in flight; each one computes its share of the sequences."""
+    mask_milliseconds: int = 5
+    """Time for the slow masks of grammars, see `held_back`."""
 
     def __post_init__(self) -> None:
         assert self.max_tokens >= self.max_requests, "every running sequence needs at least one token per pass"
@@ -48,7 +51,8 @@ class Scheduler:
     """By priority, then first come, first served, over a fixed pool of blocks; pure bookkeeping.
 
     Every running sequence gets at least one token in every pass, or, with several passes in flight, in one of them:
-    each pass computes its share of the most urgent sequences that do not wait for their next token. When the pool is
+    each pass computes its share of the most urgent sequences that do not wait for their next token. Sequences whose
+    grammars have slow masks take turns, so that the others do not wait for all of them. When the pool is
     exhausted, a sequence that needs a block pauses and keeps its blocks, as far as the limits allow; otherwise the
     least urgent running sequence is evicted. In both cases the most urgent one proceeds, and no sequence is admitted
     meanwhile. As long as each single sequence fits the pool (which the engine checks on submission), all of them end,
@@ -71,6 +75,7 @@ class Scheduler:
         self._arrivals = 0
         self._paused: set[int] = set()
         self._slices: list[SequenceSlice] = []
+        self._passes = 0
 
     @property
     def num_running(self) -> int:
@@ -135,10 +140,13 @@ class Scheduler:
         paused: list[Sequence] = []
         budget = self.limits.max_tokens
         share = self._share(len(self._running))
-        for index, sequence in enumerate(running := list(self._running)):
+        self._passes += 1
+        running = list(self._running)
+        held = held_back(running, self.limits.mask_milliseconds)
+        for index, sequence in enumerate(running):
             if len(slices) == share or budget == 0:
                 break
-            if not sequence.is_running or not sequence.num_left:
+            if not sequence.is_running or not sequence.num_left or sequence.request_id in held:
                 continue
             if self.limits.paused_blocks and self._should_pause(sequence, paused):
                 paused.append(sequence)
@@ -148,6 +156,7 @@ class Scheduler:
                 budget -= slices[-1].length
         # Sequences that were evicted or paused now would only evict others.
         admitted = [] if evicted or paused else self._admit(slices, budget)
+        slices = self._with_drafts(slices)
         self._slices = slices
         known, self._paused = self._paused, {sequence.request_id for sequence in paused}
         return Schedule(slices, admitted, evicted, [each for each in paused if each.request_id not in known])
@@ -159,6 +168,11 @@ class Scheduler:
                 part.sequence.num_computed = part.end
                 if self._prefixes is not None:
                     self._prefixes.register(part.sequence)
+
+    def accept_draft(self, sequence: Sequence) -> None:
+        """Record that the first draft after the computed tokens was right, and is computed."""
+        sequence.num_computed += 1
+        sequence.num_begun += 1
 
     def withdraw(self, slices: list[SequenceSlice]) -> None:
         """Record that the newest pass in flight will not be computed."""
@@ -205,8 +219,25 @@ class Scheduler:
 
     def _begin_slice(self, sequence: Sequence, budget: int) -> SequenceSlice:
         part = SequenceSlice.next_of(sequence, budget)
-        sequence.num_begun = part.end
+        sequence.num_begun, sequence.last_pass = part.end, self._passes
         return part
+
+    def _with_drafts(self, slices: list[SequenceSlice]) -> list[SequenceSlice]:
+        """The slices with drafts where these have room: in the pass, and in the blocks of their sequences."""
+        if all(part.sequence.lookup is None for part in slices):
+            return slices
+        budget = self.limits.max_tokens - sum(part.length for part in slices)
+        drafted: list[SequenceSlice] = []
+        for part in slices:
+            sequence = part.sequence
+            may_draft = part.length == 1 and part.samples and not sequence.mask_milliseconds
+            if may_draft and sequence.lookup is not None:
+                known = len(sequence.tokens)
+                room = min(len(sequence.blocks) * self.limits.block_size_tokens, sequence.max_length - 1) - known
+                part = part._replace(drafts=sequence.lookup.propose(sequence.tokens, min(room, budget)))
+                budget -= len(part.drafts)
+            drafted.append(part)
+        return drafted
 
     def _should_pause(self, sequence: Sequence, paused: list[Sequence]) -> bool:
         """True if a running sequence lacks blocks and may wait with its own; never for the most urgent one."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from megatron_runtime.engine.scheduling.prompt_lookup import PromptLookup
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -45,10 +47,18 @@ class Sequence:
     """The slot of its adapter; None without one."""
     replayed_routing: Any = None
     """The experts to choose for its first tokens, as `ExpertRouting.parse` returns them."""
+    lookup: PromptLookup | None = None
+    """Drafts its next tokens, if that is permitted."""
+    num_drafts: int = 0
+    """Number of its last tokens that are drafts, while a pass computes them."""
     row: int | None = None
     """Its row in the context's tables while it runs."""
     num_evictions: int = 0
     """How often it lost its blocks; distinguishes its runs."""
+    mask_milliseconds: int = 0
+    """Expected time to compute the mask of its grammar, see `note_mask`; 0 without a grammar."""
+    last_pass: int = 0
+    """Number of the last pass that computes tokens of it."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -56,9 +66,19 @@ class Sequence:
         return self.priority, self.arrival
 
     @property
+    def num_known(self) -> int:
+        """Number of tokens without drafts."""
+        return len(self.tokens) - self.num_drafts
+
+    @property
     def num_left(self) -> int:
         """Number of known tokens that no pass computes yet."""
         return len(self.tokens) - self.num_begun
+
+    def note_mask(self, milliseconds: int) -> None:
+        """Note how long its last mask took. The expectation falls by half at most, because the time depends on the
+        place in the grammar, and the next slow place is often near."""
+        self.mask_milliseconds = max(milliseconds, self.mask_milliseconds // 2)
 
     @property
     def is_running(self) -> bool:
@@ -79,6 +99,8 @@ class SequenceSlice(NamedTuple):
     """Number of last tokens whose logits are needed for the log probability of the next token."""
     num_evictions: int
     """Of the sequence, when the pass was begun."""
+    drafts: tuple[int, ...] = ()
+    """Tokens that may follow the known ones; the pass samples a token after each of them, too."""
 
     @classmethod
     def next_of(cls, sequence: Sequence, most: int) -> SequenceSlice:

@@ -315,6 +315,8 @@ class EngineLoop:
             stats.generated_tokens_total,
             0.0 if started is None else time.monotonic() - started,
             stats.weight_version,
+            stats.draft_tokens_total,
+            stats.accepted_draft_tokens_total,
         )
 
     def _leave(self, reason: str) -> None:

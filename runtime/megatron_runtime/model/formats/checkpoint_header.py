@@ -58,10 +58,7 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource, NDArray[np.f
     if path.is_dir():
         config = hugging_face_config(path / "config.json")
         if (megatron := torch_dist_folder(path)) is None:
-            from megatron_runtime.model.formats.safetensors_checkpoint import SafetensorsWeights
-            from megatron_runtime.model.formats.stacked_experts import single_experts
-
-            return config, single_experts(SafetensorsWeights(path, config), config), None
+            return config, _safetensors(path, config), None
         from megatron_runtime.model.formats.torch_dist_checkpoint import TorchDistWeights
 
         return config, TorchDistWeights(megatron, config), None
@@ -73,6 +70,19 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource, NDArray[np.f
     config = gguf_config(file)
     weights = GgufWeights(file, config)
     return config, weights, weights.rotary_factors()
+
+
+def _safetensors(path: Path, config: ModelConfig) -> WeightSource:
+    """The tensors of a folder with safetensors, whose quantized matrices expand."""
+    from megatron_runtime.model.formats.quantization.quantization_config import quantization_of
+    from megatron_runtime.model.formats.quantization.quantized_checkpoint import QuantizedCheckpoint
+    from megatron_runtime.model.formats.safetensors_checkpoint import SafetensorsWeights
+    from megatron_runtime.model.formats.stacked_experts import single_experts
+
+    quantization = quantization_of(path / "config.json", config)
+    files = SafetensorsWeights(path, config, quantized=quantization is not None)
+    source = single_experts(files, config)
+    return source if quantization is None else QuantizedCheckpoint(source, config, quantization)
 
 
 def check_fit(config: ModelConfig, source: WeightSource) -> None:

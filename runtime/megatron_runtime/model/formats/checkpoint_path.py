@@ -64,6 +64,12 @@ def gguf_parts(path: AnyPath) -> list[AnyPath]:
     return [path.with_name(f"{stem}-{part:05d}-of-{count:05d}.gguf") for part in range(1, count + 1)] or [path]
 
 
+def model_name(path: PurePath) -> str:
+    """The name of a file or folder, without that of the part and the suffix of a GGUF file."""
+    match = _GGUF_PART.fullmatch(path.name)
+    return path.name.removesuffix(".gguf") if match is None else match[1]
+
+
 def _first_part(path: Path) -> Path:
     """The first of the parts of a GGUF file. Raises CheckpointError if one is missing."""
     parts = gguf_parts(path)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.config import ModelConfig
-from megatron_runtime.model.formats.coded_rows import CodedRows, decode
+from megatron_runtime.model.formats.coded_rows import CODINGS, CodedRows, decode
 from megatron_runtime.model.formats.gguf_file import GgufFile, GgufTensor
 from megatron_runtime.model.formats.tensor_names import TensorNames, tensor_names
 from megatron_runtime.model.formats.weight_source import StoredTensor, row_pieces
@@ -60,7 +60,7 @@ class GgufWeights:
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
         """The tensors of the file, without the rotary factors."""
-        return {name: StoredTensor(rows.shape, rows.num_bytes, rows.kind) for name, rows in self._by_name.items()}
+        return {name: rows.stored for name, rows in self._by_name.items()}
 
     def read(self, name: str, into: Tensor, start: Sequence[int]) -> Iterator[int]:
         """Dequantize a part into ``into`` in chunks; yields the number of elements of each."""
@@ -133,8 +133,9 @@ class _Rows:
         return self.tensor.num_bytes * math.prod(self.shape) // max(math.prod(self.tensor.shape), 1)
 
     @property
-    def kind(self) -> str:
-        return str(self.tensor.kind.name)
+    def stored(self) -> StoredTensor:
+        kind = str(self.tensor.kind.name)
+        return StoredTensor(self.shape, self.num_bytes, kind, CODINGS.get(kind))
 
 
 def _expert_rows(tensor: GgufTensor, names: TensorNames, layer: str, part: str, kind: str) -> dict[str, _Rows]:

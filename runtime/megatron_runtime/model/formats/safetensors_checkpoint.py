@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+CODED_TYPES = {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
+"""Bytes of the types of quantized matrices and of their scales, which a ``quantization_config`` explains."""
 _HEADER, _TENSORS = "np", "pt"
 """The framework for opening files: numpy has no bfloat16, but needs no torch for names, types and shapes."""
 _COMPUTED_ELSEWHERE = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
@@ -30,13 +32,15 @@ _COMPUTED_ELSEWHERE = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"
 
 
 class SafetensorsWeights:
-    """The tensors of a checkpoint's folder, or of one file.
+    """The tensors of a checkpoint's folder, or of one file; those of the types in CODED_TYPES only if it is
+    ``quantized``.
 
     Raises CheckpointError for files that are missing, damaged or of a wrong type.
     """
 
-    def __init__(self, path: Path, config: ModelConfig) -> None:
+    def __init__(self, path: Path, config: ModelConfig, *, quantized: bool = False) -> None:
         self._path = path
+        self._bytes_of_types = _ELEMENT_BYTES | (CODED_TYPES if quantized else {})
         self._config = config
         self._last: tuple[tuple[Path, str], Any] | None = None
 
@@ -61,6 +65,10 @@ class SafetensorsWeights:
         """Copy a part into ``into`` in chunks; yields the number of elements of each."""
         in_file = name.removeprefix(self._missing_prefix)
         view = self._open(self._files[in_file], _TENSORS).get_slice(in_file)
+        if not into.dim():
+            into.copy_(view[()])
+            yield 1
+            return
         columns = [slice(begin, begin + size) for begin, size in zip(start[1:], into.shape[1:], strict=True)]
         for part in row_pieces(tuple(into.shape)):
             rows = slice(start[0] + part.start, start[0] + part.stop)
@@ -114,13 +122,13 @@ class SafetensorsWeights:
         kind, shape = view.get_dtype(), tuple(view.get_shape())
         if kind == "U8" and name.endswith(PACKED):
             return StoredTensor(shape, math.prod(shape), kind)
-        if kind not in _ELEMENT_BYTES:
-            known = ", ".join(_ELEMENT_BYTES)
+        if kind not in self._bytes_of_types:
             raise CheckpointError(
-                f"{self._path}: tensor {name} has type {kind}, expected one of {known}. "
-                "Choose a checkpoint that isn't quantized, or a GGUF file"
+                f"{self._path}: tensor {name} has type {kind}, expected one of {', '.join(self._bytes_of_types)}. "
+                "Choose a checkpoint that isn't quantized, one with a quantization_config in its config.json, "
+                "or a GGUF file"
             )
-        num_bytes = _ELEMENT_BYTES[kind]
+        num_bytes = self._bytes_of_types[kind]
         for size in shape:
             num_bytes *= size
         return StoredTensor(shape, num_bytes, kind)

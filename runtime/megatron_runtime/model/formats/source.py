@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from megatron_runtime.errors import CheckpointError, ConfigurationError
 from megatron_runtime.model.formats.checkpoint_path import checkpoint_path, gguf_parts
 
-_WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "additional_chat_templates/*"]
-_OTHER_FORMATS = ["consolidated*", "original/*", "onnx/*"]
+WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "additional_chat_templates/*"]
+"""Files of a checkpoint in the format of transformers."""
+OTHER_FORMATS = ["consolidated*", "original/*", "onnx/*"]
 """Copies of the weights in formats that are not read."""
 
 
@@ -19,12 +22,14 @@ def resolve_source(
     hf_file: str | None = None,
     revision: str | None = None,
     token: str | None = None,
+    folder: Path | None = None,
 ) -> Path:
     """The local path of a checkpoint: ``path`` itself, or the downloaded Hugging Face repository ``hf_repo``; with
     ``hf_file`` only this GGUF file of it, with the other parts of a divided one.
 
     Raises ConfigurationError unless exactly one of the two is given. Downloads are kept in the cache of the library,
-    and used from there when the hub is unreachable. Raises CheckpointError if the path or the repository is invalid.
+    and used from there when the hub is unreachable; with ``folder`` they are stored there, without the cache. Raises
+    CheckpointError if the path or the repository is invalid.
     """
     if (path is None) == (hf_repo is None):
         raise ConfigurationError(
@@ -33,28 +38,43 @@ def resolve_source(
     if path is not None:
         return checkpoint_path(path)
     assert hf_repo is not None
-    found = _download(hf_repo, hf_file, revision, token)
+    found = _download(hf_repo, hf_file, revision, token, folder)
     try:
         return checkpoint_path(found)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. GGUF files of a repository are downloaded by name") from error
 
 
-def _download(repo: str, file: str | None, revision: str | None, token: str | None) -> str:
-    """The file or folder in the cache of the library."""
+def _download(repo: str, file: str | None, revision: str | None, token: str | None, folder: Path | None) -> str:
+    """The file or folder in the cache of the library, or below ``folder``."""
     # Imported here, because local checkpoints do not need the library, which takes a while to import.
     from huggingface_hub import hf_hub_download, snapshot_download
+
+    with hub_errors(repo, file, revision):
+        if file is not None:
+            parts = [part.as_posix() for part in gguf_parts(PurePosixPath(file))]
+            first, *_ = [
+                hf_hub_download(repo, part, revision=revision, token=token, local_dir=folder) for part in parts
+            ]
+            return first
+        return snapshot_download(
+            repo,
+            revision=revision,
+            token=token,
+            local_dir=folder,
+            allow_patterns=WANTED_FILES,
+            ignore_patterns=OTHER_FORMATS,
+        )
+
+
+@contextmanager
+def hub_errors(repo: str, file: str | None, revision: str | None) -> Iterator[None]:
+    """Converts errors of the library to CheckpointError with the repository and the remedy."""
     from huggingface_hub.errors import HfHubHTTPError
 
     named = (f"{file} of " if file else "") + repo + (f" at revision {revision}" if revision else "")
     try:
-        if file is not None:
-            parts = [part.as_posix() for part in gguf_parts(PurePosixPath(file))]
-            first, *_ = [hf_hub_download(repo, part, revision=revision, token=token) for part in parts]
-            return first
-        return snapshot_download(
-            repo, revision=revision, token=token, allow_patterns=_WANTED_FILES, ignore_patterns=_OTHER_FORMATS
-        )
+        yield
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise CheckpointError(f"Hugging Face repository {named}: {_explain(error)}") from error
 

@@ -11,7 +11,7 @@ from megatron_runtime.errors import CheckpointError
 if TYPE_CHECKING:  # The preflight reads headers without torch.
     from torch import Tensor
 
-    from megatron_runtime.model.formats.coded_rows import CodedRows
+    from megatron_runtime.model.formats.coded_rows import CodedRows, Coding
 
 CHUNK_ELEMENTS = 4 * 1024 * 1024
 """Number of elements of a chunk, so that loading needs little memory beyond the weights."""
@@ -27,6 +27,8 @@ class StoredTensor:
     num_bytes: int
     kind: str
     """The name of the type in the checkpoint, such as ``BF16`` or ``Q4_1``."""
+    coding: Coding | None = None
+    """That of a quantized matrix that can stay so in memory."""
 
 
 class WeightSource(Protocol):
@@ -52,7 +54,7 @@ class CodedSource(WeightSource, Protocol):
     """A source with quantized matrices, whose codes can be read."""
 
     def read_coded(self, name: str, rows: range, columns: slice) -> Iterable[CodedRows]:
-        """Consecutive chunks of rows of a tensor of one of the types in `CODINGS`; the columns are whole blocks."""
+        """Consecutive chunks of rows of a tensor that has a `Coding`; the columns are whole blocks."""
 
 
 def check_weights(source: WeightSource, expected: Mapping[str, tuple[int, ...]]) -> None:

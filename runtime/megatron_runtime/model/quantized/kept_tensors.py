@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from megatron_runtime.model.formats.coded_rows import BLOCK, CODINGS
+from megatron_runtime.model.formats.coded_rows import BLOCK
 from megatron_runtime.model.formats.quantized_weights import KeptWeights
 from megatron_runtime.model.formats.tensor_names import TensorNames, tensor_names
 from megatron_runtime.model.formats.weight_source import StoredTensor, WeightSource
@@ -31,9 +31,11 @@ def _is_kept(name: str, shard: Shard, source: WeightSource, names: TensorNames) 
     if names.transposed or len(source.tensors[name].shape) != 2:
         return False
     stem = name.removesuffix(".weight")
+    if stem.endswith((f".{names.kv_up}", f".{names.router}")):  # as their placements say
+        return False
     part = _columns(stem, shard, names)
     is_whole = part is None or (part.start % BLOCK == 0 and len(part) % BLOCK == 0)
-    return is_whole and all(source.tensors[f"{each}.weight"].kind in CODINGS for each in _fused(stem, names))
+    return is_whole and all(source.tensors[f"{each}.weight"].coding is not None for each in _fused(stem, names))
 
 
 def _fused(stem: str, names: TensorNames) -> Iterator[str]:
@@ -51,7 +53,8 @@ def _columns(stem: str, shard: Shard, names: TensorNames) -> range | None:
     """The columns on the rank of a matrix whose columns ranks divide."""
     experts = shard.config.experts
     if stem.endswith(names.attention_output):
-        size, heads = shard.config.head_dim, shard.query_heads
+        latent, heads = shard.config.latent_attention, shard.query_heads
+        size = shard.config.head_dim if latent is None else latent.v_head_dim
         return range(heads.start * size, heads.stop * size)
     if experts is not None and stem.endswith(names.shared_down):
         return shard.shared_expert_channels(experts)
@@ -66,4 +69,5 @@ def _is_expert(name: str, names: TensorNames) -> bool:
 
 
 def _num_bytes(tensor: StoredTensor) -> int:
-    return CODINGS[tensor.kind].num_bytes(math.prod(tensor.shape))
+    assert tensor.coding is not None
+    return tensor.coding.num_bytes(math.prod(tensor.shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,8 @@ class GrammarMask:
     """[G], rows of the logits."""
     allowed: NDArray[np.bool_]
     """[G, vocab]."""
+    milliseconds: Mapping[int, int]
+    """How long the computation took, for rows with at least one."""
 
     def apply_(self, logits: Tensor) -> None:
         """Exclude all other tokens of these rows of the logits, [S, vocab], in place."""
@@ -50,8 +53,12 @@ class GrammarFilter(LogitsFilter[GrammarMask]):
         if not self._guides:
             return None
         found: dict[int, NDArray[np.bool_]] = {}
+        times: dict[int, int] = {}
         for index, (sequence, length) in enumerate(draws.prefixes):
             guide = self._guides.get(sequence.row) if sequence.row is not None else None
             if guide is not None:
-                found[index] = guide.after(sequence.tokens, length, self._vocab_size)
-        return GrammarMask(np.array([*found], np.int64), np.stack([*found.values()])) if found else None
+                drafts = max(length - sequence.num_known, 0)
+                found[index] = guide.after(sequence.tokens, length, self._vocab_size, num_drafts=drafts)
+                if guide.mask_milliseconds:
+                    times[index] = guide.mask_milliseconds
+        return GrammarMask(np.array([*found], np.int64), np.stack([*found.values()]), times) if found else None

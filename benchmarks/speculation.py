@@ -1,0 +1,85 @@
+"""Decoding with drafts from the prompt, compared with the same engine without them, on a CPU.
+
+Each pair runs one after the other, and the answers must be equal; absolute numbers apply to one machine only.
+
+    python benchmarks/speculation.py                      # SmolLM2, one request at a time
+    python benchmarks/speculation.py --requests 8 --drafts 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+
+from megatron_runtime.apis import MegatronLLM
+from megatron_runtime.config import InferenceConfig
+from megatron_runtime.launch.sample_model import MODEL, models_folder
+from megatron_runtime.model.checkpoint import load_model, load_tokenizer
+from megatron_runtime.sampling_params import SamplingParams
+from peers.command_line import positive, print_table
+from peers.turns import ratio_cells, run_in_turn
+
+LICENSE = Path(__file__).parent.parent / "LICENSE"
+EXCERPT = 700
+"""Tokens of the text that the answer repeats."""
+JOBS = {
+    "repeats its prompt, greedy": (True, {"temperature": 0.0}),
+    "repeats its prompt, sampled": (True, {"temperature": 0.7, "top_p": 0.9, "seed": 1}),
+    "repeats nothing, sampled": (False, {"temperature": 1.2, "seed": 2}),
+}
+"""Whether the prompt has the text twice, so that the model continues the copy, and sampling parameters."""
+
+
+def main() -> None:
+    """Run all jobs, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=models_folder() / MODEL)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--pairs", type=positive, default=5)
+    parser.add_argument("--requests", type=positive, default=1, help="at the same time")
+    parser.add_argument("--new", type=positive, default=200, help="tokens of an answer")
+    parser.add_argument("--drafts", type=positive, default=7, help="num_speculative_tokens")
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
+    chosen = parser.parse_args()
+    torch.set_num_threads(chosen.threads)
+    model, tokenizer = load_model(chosen.model, dtype=chosen.dtype), load_tokenizer(chosen.model)
+    engines = {
+        drafts: MegatronLLM(
+            model=model,
+            tokenizer=tokenizer,
+            inference_config=InferenceConfig(
+                kv_cache_memory_bytes=1 << 30, enable_prefix_caching=True, num_speculative_tokens=drafts
+            ),
+        )
+        for drafts in (chosen.drafts, 0)
+    }
+    text = tokenizer.tokenize(LICENSE.read_text(encoding="utf-8"))
+    rows = [["answer", "speed with drafts / without", "of the pairs", "drafts that were right"]]
+    for name, (repeats, sampling) in JOBS.items():
+        # The copy begins at another place for each request.
+        excerpts = [text[8 * index : 8 * index + EXCERPT] for index in range(chosen.requests)]
+        prompts = [part + part[: EXCERPT // 4] if repeats else part[:EXCERPT] for part in excerpts]
+        params = SamplingParams(num_tokens_to_generate=chosen.new, ignore_eos=True, **sampling)
+        before = engines[chosen.drafts].engine.stats()
+
+        def run(drafts: int, _: int, prompts: list[list[int]] = prompts, params: SamplingParams = params) -> object:
+            engines[drafts].generate(prompts, SamplingParams(num_tokens_to_generate=1))  # caches the prompt
+            started = time.perf_counter()
+            answers = engines[drafts].generate(prompts, params)
+            return time.perf_counter() - started, [answer.generated_tokens for answer in answers]
+
+        ours, plain = run_in_turn([*engines], chosen.pairs + 1, run).values()
+        assert all(our[1] == base[1] for our, base in zip(ours, plain, strict=True)), "the answers differ"
+        ratios = [base[0] / our[0] for our, base in zip(ours[1:], plain[1:], strict=True)]
+        after = engines[chosen.drafts].engine.stats()
+        drafted = after.draft_tokens_total - before.draft_tokens_total
+        right = after.accepted_draft_tokens_total - before.accepted_draft_tokens_total
+        rows.append([name, *ratio_cells(ratios), f"{right} of {drafted}"])
+    print_table(rows)
+
+
+if __name__ == "__main__":
+    main()

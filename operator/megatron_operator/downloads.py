@@ -1,0 +1,30 @@
+"""What is observed of the Jobs that fill a model cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class DownloadPhase(StrEnum):
+    """State of a download Job."""
+
+    PENDING = "Pending"
+    RUNNING = "Running"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+
+@dataclass(frozen=True)
+class ObservedDownload:
+    """One download Job. Bytes are 0 and ``commit`` is empty until they are known."""
+
+    job: str
+    phase: DownloadPhase
+    loaded_bytes: int = 0
+    total_bytes: int = 0
+    commit: str = ""
+    message: str = ""
+    """Why it waits or has failed, or why its last attempt did."""
+    failed_at: float | None = None
+    """When it failed for good, in seconds since the epoch."""

@@ -1,0 +1,45 @@
+"""``megatron-serve model fetch --into``: fills a folder of a model cache, and reports the progress to an operator."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Thread
+
+from megatron_runtime.launch.control_api import create_download_api
+from megatron_runtime.launch.identity import Identity
+from megatron_runtime.launch.model_cache import Download, HubSource, evict, fill, report_success
+from megatron_runtime.launch.ports import CONTROL_PORT
+from megatron_runtime.server.http_server import HttpServer
+from megatron_runtime.server.listening_socket import bind
+
+
+def download_into(folder: Path, source: HubSource, *, keep: Sequence[str] | None = None) -> Path:
+    """Fills the folder and returns it. In a pod of an operator, the control API serves the progress meanwhile.
+
+    With ``keep`` all other folders beside it are removed, see ``model_cache.evict``. Raises CheckpointError,
+    ConfigurationError or OSError.
+    """
+    identity = Identity.from_environment(os.environ)
+    download = Download(folder)
+    if identity.bind_host is not None and identity.control_token is not None:
+        _serve_progress(download, identity.bind_host, identity.control_token)
+    fill(download, source)
+    if unverifiable := [file.name for file in download.files or () if not file.is_verifiable]:
+        words = ", ".join(unverifiable)
+        print(f"model: the hub states no checksum of {words}; only the size was compared", file=sys.stderr)
+    if keep is not None:
+        for name in evict(folder, keep=keep):
+            print(f"model: removed {name}, which nothing uses any more", file=sys.stderr)
+    report_success(download)
+    return folder
+
+
+def _serve_progress(download: Download, host: str, token: str) -> None:
+    """In a daemon thread, which ends with the process."""
+    listening = bind(host, CONTROL_PORT, CONTROL_PORT, flag="--control-port", may_move=False)
+    server = HttpServer(create_download_api(download.body, token=token))
+    Thread(target=lambda: asyncio.run(server.serve([listening])), name="progress", daemon=True).start()

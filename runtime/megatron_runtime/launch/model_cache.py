@@ -1,0 +1,148 @@
+"""Fills one folder of a model cache with a download: verified, and complete as soon as it has its name.
+
+The folders of a cache lie beside each other, one for each source. A file in a complete folder lists what was
+downloaded. While a download runs, its folder has the suffix ``.partial``, and the next run continues it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_runtime.errors import CheckpointError
+from megatron_runtime.launch.identity import TERMINATION_LOG_VARIABLE
+from megatron_runtime.launch.sample_model import alone
+from megatron_runtime.model.formats.hub_files import HubFile, hub_files, verify
+from megatron_runtime.model.formats.source import resolve_source
+
+RECORD = ".megatron-cache.json"
+"""In each complete folder: the source and the files."""
+PARTIAL = ".partial"
+YOUNG = 3600.0
+"""Seconds for which a folder is kept in any case: another resource may just have filled it."""
+READABLE = 0o444
+SEARCHABLE = 0o555
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """What is downloaded: a repository of the hub, or with ``file`` one GGUF file of it."""
+
+    repo: str
+    file: str | None = None
+    revision: str | None = None
+
+
+@dataclass
+class Download:
+    """The state of a download, which another thread may read. ``files`` are None until the hub has named them."""
+
+    folder: Path
+    files: list[HubFile] | None = None
+    is_complete: bool = False
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files or ())
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes on the disk, also those of files that are not complete yet."""
+        if self.is_complete:
+            return self.total_bytes
+        sizes = (
+            max(0, _size(Path(folder, name))) for folder, _, names in os.walk(_partial(self.folder)) for name in names
+        )
+        return min(sum(sizes), self.total_bytes)
+
+    def body(self) -> dict[str, Any]:
+        """The answer of ``GET /v1/state``: the download in the place of the weights that a rank loads."""
+        ranks = [{"rank": 0, "phase": "Loading", "loadedBytes": self.loaded_bytes, "totalBytes": self.total_bytes}]
+        return {"revision": self.loaded_bytes, "ready": False, "ranks": ranks}
+
+
+def fill(download: Download, source: HubSource, *, token: str | None = None) -> None:
+    """Downloads the source into the folder, verifies it and removes what an interrupted run left; once.
+
+    Of several concurrent runs one downloads and the others wait. Raises CheckpointError, ConfigurationError or OSError.
+    """
+    folder = download.folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with alone(folder.with_name(f".{folder.name}.lock")):
+        if (recorded := _recorded(folder)) is None:
+            files = list(hub_files(source.repo, file=source.file, revision=source.revision, token=token))
+            if not files:
+                raise CheckpointError(f"Hugging Face repository {source.repo}: has no files of a checkpoint")
+            download.files = files
+            _download(download, source, token)
+            recorded = files
+        download.files, download.is_complete = recorded, True
+
+
+def evict(folder: Path, *, keep: Collection[str], now: float | None = None) -> list[str]:
+    """Removes the folders beside ``folder`` that are neither young nor named in ``keep``, and returns their names.
+
+    Only folders that this module made are removed.
+    """
+    now = time.time() if now is None else now
+    removed = []
+    for other in sorted(folder.parent.iterdir()):
+        name = other.name.removesuffix(PARTIAL)
+        ours = (other / RECORD).exists() or (other.name.endswith(PARTIAL) and other.is_dir())
+        if not ours or name == folder.name or name in keep or now - other.stat().st_mtime < YOUNG:
+            continue
+        shutil.rmtree(other)
+        removed.append(other.name)
+    return removed
+
+
+def report_success(download: Download) -> None:
+    """Writes the size and the commit into the termination log, if there is one."""
+    if log := os.environ.get(TERMINATION_LOG_VARIABLE):
+        commit = download.files[0].commit if download.files else ""
+        Path(log).write_text(json.dumps({"bytes": download.total_bytes, "commit": commit}) + "\n")
+
+
+def _download(download: Download, source: HubSource, token: str | None) -> None:
+    folder, files = download.folder, download.files or []
+    partial = _partial(folder)
+    # The commit instead of the revision: a branch may move meanwhile, and the checksums are those of this commit.
+    revision = files[0].commit or source.revision
+    resolve_source(hf_repo=source.repo, hf_file=source.file, revision=revision, token=token, folder=partial)
+    verify(partial, files)
+    shutil.rmtree(partial / ".cache", ignore_errors=True)  # the library's notes about an unfinished download
+    record = {"source": asdict(source), "files": [asdict(file) for file in files]}
+    (partial / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+    for path in [partial, *partial.rglob("*")]:  # pods read it as another user
+        path.chmod(path.stat().st_mode | (SEARCHABLE if path.is_dir() else READABLE))
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.replace(folder)
+
+
+def _recorded(folder: Path) -> list[HubFile] | None:
+    """The files of a complete folder; None where it has to be filled, or files are missing or have other sizes."""
+    try:
+        files = [HubFile(**file) for file in json.loads((folder / RECORD).read_text())["files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return files if all(_size(folder / file.name) == file.size for file in files) else None
+
+
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}{PARTIAL}")
+
+
+def _size(path: Path) -> int:
+    """The size of a file; -1 without it: it may just have got another name."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1

@@ -1,0 +1,1 @@
+"""Quantized matrices in safetensors files: fp8, compressed-tensors, GPTQ and AWQ."""
