@@ -21,7 +21,7 @@ from cyclonedx.schema import OutputFormat, SchemaVersion
 from packageurl import PackageURL
 from packaging.requirements import Requirement
 
-CONTENTS = {"operator": ("operator",), "runtime-cpu": ("runtime", "tracing")}
+CONTENTS = {"operator": ("operator",), "runtime-cpu": ("runtime", "tracing", "object-storage")}
 """The extras of the package that an image has, by image."""
 
 

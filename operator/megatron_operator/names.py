@@ -147,7 +147,7 @@ def route(resource: str) -> str:
 def cached_source(resource: MegatronInference) -> str:
     """Hash of the source of the model, which is also the name of its folder in a cache."""
     source = resource.spec.model.source
-    return hash_of(source.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"hugging_face": TOKEN}))
+    return hash_of(source.model_dump(mode="json", by_alias=True, exclude_none=True, exclude=CREDENTIALS))
 
 
 def download_job(resource: MegatronInference, node: str | None) -> str:
@@ -277,7 +277,7 @@ def hash_of(value: Any) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
 
-TOKEN = {"token_secret"}
+CREDENTIALS: Any = {"hugging_face": {"token_secret"}, "object_storage": {"credentials_secret"}}
 """Fields of a source that do not choose what is downloaded."""
 NODES = {"nodes", "node_selector"}
 """Fields of a node-local cache that do not choose its folder."""

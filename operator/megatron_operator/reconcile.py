@@ -30,7 +30,7 @@ from megatron_operator.observed_state import (
     SignalRefused,
 )
 from megatron_operator.plan import Plan, plan
-from megatron_operator.render import check_removals, image_of, render_pod
+from megatron_operator.render import check_removals, image_of, pod_claims, render_pod
 from megatron_operator.replica_groups import pod_is_ready
 from megatron_operator.runtime_image import ImageState, runtime_image
 from megatron_operator.settings import Settings
@@ -43,6 +43,11 @@ AFTER_TROUBLE = 3.0
 """Seconds to the next round after a failed action; doubles with each further round that fails."""
 LONGEST_AFTER_TROUBLE = 60.0
 WHILE_PROGRESSING = 5.0
+CLAIMS = "spec.podTemplate.spec.resourceClaims"
+NO_CLAIMS = (
+    "this API server has no resource claims of pods; upgrade Kubernetes to 1.34 or newer, or enable its feature gate"
+    " DynamicResourceAllocation, or use gpuAllocation DevicePlugin without claims"
+)
 UNUSED_ATTEMPT = 999_999
 MAX_FAILED_CREATIONS = 3
 """Pods that a round tries in vain to create before it leaves the other pods to the next round."""
@@ -94,7 +99,8 @@ def validated(obj: Mapping[str, Any], settings: Settings) -> MegatronInference:
 async def _check_template(resource: MegatronInference, adapter: ClusterAdapter, settings: Settings) -> None:
     """Raises InvalidResource when the cluster knows no field of ``spec.podTemplate.spec`` by that name, before any pod
     is replaced."""
-    override = resource.spec.pod_template.spec
+    claims = pod_claims(resource)
+    override = {**claims, **resource.spec.pod_template.spec}
     if not _needs_dry_run(resource) or resource.deleting:
         return
     template_hash = names.template_hash(resource, image_of(resource, settings))
@@ -103,9 +109,12 @@ async def _check_template(resource: MegatronInference, adapter: ClusterAdapter, 
     try:
         dropped = await adapter.dropped_fields(render_pod(resource, identity, settings), override)
     except ActionRefused as refused:
-        field, value = ("spec.podTemplate.spec", override) if override else ("spec.pods", _dumped(resource.spec.pods))
+        template = resource.spec.pod_template.spec
+        field, value = ("spec.podTemplate.spec", template) if template else ("spec.pods", _dumped(resource.spec.pods))
         fix = f"the API server refuses the pod; correct it: {refused}"
         raise InvalidResource.of(field, value, fix) from refused
+    if lost := [path for path in dropped if path.startswith(CLAIMS)]:
+        raise InvalidResource.of("spec.pods.resourceClaims", dropped[lost[0]], NO_CLAIMS)
     if dropped:
         fix = "the API server knows no such field of a pod; correct it, or remove it"
         raise InvalidResource([FieldError(path, value, fix) for path, value in dropped.items()])
@@ -113,7 +122,8 @@ async def _check_template(resource: MegatronInference, adapter: ClusterAdapter, 
 
 def _needs_dry_run(resource: MegatronInference) -> bool:
     """Whether the API server may refuse the pod for a field that only it can judge."""
-    return bool(resource.spec.pod_template.spec) or resource.spec.pods.resources != ComputeResources()
+    pods = resource.spec.pods
+    return bool(resource.spec.pod_template.spec or pods.resource_claims) or pods.resources != ComputeResources()
 
 
 def _dumped(part: BaseModel) -> dict[str, Any]:

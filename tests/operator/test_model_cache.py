@@ -139,6 +139,21 @@ def test_a_job_has_the_token_and_the_variables_of_the_template_but_no_devices() 
     assert "HF_TOKEN" not in {each["name"] for each in pod["containers"][0]["env"]}
 
 
+@pytest.mark.parametrize(
+    ("uri", "path"), [("s3://models/chat/v1", "/cached-model"), ("gs://models/q/m.gguf", "/cached-model/m.gguf")]
+)
+def test_objects_are_downloaded_with_the_variables_of_the_secret(uri: str, path: str) -> None:
+    source = {"objectStorage": {"uri": uri, "credentialsSecret": "bucket"}}
+    planning = Planning(model={"source": source, "cache": CLAIM})
+    (only,) = container(planning)["containers"]
+    into = f"--into=/model-cache/models/{names.cached_source(planning.resource)}"
+    assert only["args"] == ["model", "fetch", uri, into]
+    assert only["envFrom"] == [{"secretRef": {"name": "bucket"}}]
+    pod = render_pod(planning.resource, PodIdentity(0, 0, 0, True, "", 0), Settings())["spec"]["containers"][0]
+    assert f"--model={path}" in pod["args"]
+    assert "envFrom" not in pod
+
+
 def test_a_changed_token_downloads_nothing_again() -> None:
     sources = [parsed(model=model(CLAIM, **more)) for more in ({}, {"tokenSecret": {"name": "hub", "key": "token"}})]
     assert len({names.cached_source(each) for each in sources}) == 1
@@ -287,8 +302,13 @@ def test_more_nodes_and_a_larger_claim_replace_no_pods() -> None:
     ("spec", "field", "words"),
     [
         ({"source": HUB, "cache": {}}, "spec.model.cache", "none is set"),
+        (
+            {"source": {"objectStorage": {"uri": "s3://models/a"}}},
+            "spec.model.source.objectStorage",
+            "is downloaded into a cache only; set spec.model.cache",
+        ),
         ({"source": HUB, "cache": {"claimName": "a", **CLAIM}}, "spec.model.cache", "not claimName and volumeClaim"),
-        ({"source": {"path": "/m"}, "cache": CLAIM}, "spec.model.cache", "only models from source.huggingFace"),
+        ({"source": {"path": "/m"}, "cache": CLAIM}, "spec.model.cache", "only models from source.huggingFace or"),
         ({"source": HUB, "cache": {"hostPath": {"path": "/m"}}}, "spec.model.cache.hostPath", "neither is set"),
     ],
 )

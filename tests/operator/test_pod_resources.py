@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from planning_support.resources import parsed, resource_object
+from suite_support.kubernetes_schemas import check
 
 from megatron_operator.api.parse import InvalidResource, parse_resource
 from megatron_operator.names import PodIdentity
@@ -138,3 +139,58 @@ def test_bad_values_are_refused_with_their_field(spec: dict[str, Any], field: st
         parse_resource(resource_object(**spec))
     (error,) = refused.value.errors
     assert error.field == field
+
+
+GPUS = {"name": "gpus", "resourceClaimTemplateName": "two-gpus"}
+NETWORK = {"name": "network", "resourceClaimName": "fabric", "requests": ["nic", "switch"]}
+WITH_DRA = tuple(f"1.{minor}" for minor in range(34, 38))
+"""Versions of Kubernetes with resource.k8s.io/v1."""
+
+
+def test_claims_are_made_by_the_pod_and_used_by_its_container() -> None:
+    pod = render_pod(
+        parsed(pods={"device": "cuda", "resourceClaims": [GPUS, NETWORK], "gpuAllocation": "ResourceClaims"}),
+        FIRST,
+        Settings(),
+    )
+    check(pod, WITH_DRA)
+    assert pod["spec"]["resourceClaims"] == [
+        GPUS,
+        {"name": "network", "resourceClaimName": "fabric"},
+    ]
+    found = pod["spec"]["containers"][0]["resources"]
+    assert found["claims"] == [
+        {"name": "gpus"},
+        {"name": "network", "request": "nic"},
+        {"name": "network", "request": "switch"},
+    ]
+    assert "limits" not in found
+
+
+def test_claims_beside_a_device_plugin_leave_the_number_of_gpus_and_ranks_alone() -> None:
+    spec: dict[str, Any] = {
+        "pods": {"device": "cuda", "ranksPerPod": 2, "resourceClaims": [NETWORK]},
+        "parallelism": {"tensor": 4},
+    }
+    container = spec_of(**spec)["containers"][0]
+    assert container["resources"]["limits"] == {GPU: "2"}
+    assert "--ranks-per-pod=2" in container["args"]
+    spec["pods"]["gpuAllocation"] = "ResourceClaims"
+    claimed = spec_of(**spec)["containers"][0]
+    assert GPU not in claimed["resources"].get("limits", {})
+    assert claimed["args"] == container["args"]
+
+
+@pytest.mark.parametrize(
+    ("pods", "field", "words"),
+    [
+        ({"resourceClaims": [{"name": "a"}]}, "spec.pods.resourceClaims[0]", "neither is set"),
+        ({"resourceClaims": [{**GPUS, "resourceClaimName": "b"}]}, "spec.pods.resourceClaims[0]", "not both"),
+        ({"resourceClaims": [GPUS, GPUS]}, "spec.pods.resourceClaims", "name of two claims"),
+        ({"gpuAllocation": "ResourceClaims"}, "spec.pods.gpuAllocation", "needs a claim for the GPUs"),
+    ],
+)
+def test_invalid_claims_are_refused(pods: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(InvalidResource, match=words) as refused:
+        parse_resource(resource_object(pods=pods))
+    assert [error.field for error in refused.value.errors] == [field]

@@ -122,12 +122,45 @@ def test_groups_are_spread_over_a_topology_and_each_stays_together_in_it() -> No
     chosen = spread["labelSelector"]["matchLabels"]
     assert chosen.items() <= first["metadata"]["labels"].items()
     assert not chosen.items() <= second["metadata"]["labels"].items()
-    assert "podAffinity" not in first["spec"]["affinity"]
-    (beside,) = second["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-    assert beside["topologyKey"] == "topology.kubernetes.io/zone"
-    same_attempt = pod(replace(LEADER, attempt=3), **desired)["metadata"]["labels"]
-    assert beside["labelSelector"]["matchLabels"].items() <= same_attempt.items()
-    assert not beside["labelSelector"]["matchLabels"].items() <= first["metadata"]["labels"].items()
+    assert "podAffinity" not in pod(scheduling=desired["scheduling"])["spec"]["affinity"]
+    labels = pod(replace(LEADER, attempt=3), **desired)["metadata"]["labels"]
+    for each in (first, second):
+        (beside,) = each["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert beside["topologyKey"] == "topology.kubernetes.io/zone"
+        attracting = beside["labelSelector"]["matchLabels"]
+        assert attracting.items() <= each["metadata"]["labels"].items()
+        assert (attracting.items() <= labels.items()) == (each is second)
+
+
+RACK = "cloud.provider.com/topology-rack"
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("mode", ["Required", "Preferred"])
+def test_the_pods_of_a_group_attract_each_other_into_a_domain(mode: str, index: int) -> None:
+    scheduling = {"groupTopology": {"key": RACK, "mode": mode}}
+    manifest = pod(replace(LEADER, index=index), scheduling=scheduling, parallelism={"tensor": 2})
+    affinity = manifest["spec"]["affinity"]["podAffinity"]
+    (kind,) = affinity
+    assert kind == f"{mode.lower()}DuringSchedulingIgnoredDuringExecution"
+    term = affinity[kind][0] if mode == "Required" else affinity[kind][0]["podAffinityTerm"]
+    assert term["topologyKey"] == RACK
+    assert term["labelSelector"]["matchLabels"].items() <= manifest["metadata"]["labels"].items()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sets"), [({"tensor": 4}, True), ({"tensor": 3}, True), ({"tensor": 5}, False), ({"tensor": 2}, None)]
+)
+def test_kueue_selects_the_domain_of_a_queued_group(ranks: dict[str, int], sets: bool | None) -> None:
+    scheduling = {"queueName": "gpus", "groupTopology": {"key": RACK}}
+    spec: dict[str, Any] = {"parallelism": ranks, "pods": {"device": "cpu", "ranksPerPod": 2}}
+    manifest = pod(scheduling=scheduling, **spec)
+    annotations = manifest["metadata"]["annotations"]
+    assert annotations.get("kueue.x-k8s.io/podset-required-topology") == (None if sets is None else RACK)
+    assert annotations.get("kueue.x-k8s.io/podset-group-name") == ("chat" if sets else None)
+    assert "podAffinity" not in manifest["spec"]["affinity"]
+    preferred = pod(scheduling={"queueName": "gpus", "groupTopology": {"key": RACK, "mode": "Preferred"}}, **spec)
+    assert "kueue.x-k8s.io/podset-required-topology" not in preferred["metadata"]["annotations"]
 
 
 def test_the_pods_of_an_attempt_are_queued_together() -> None:

@@ -126,7 +126,7 @@ def test_small_files_have_checksums_of_git_and_other_checksums_are_reported(begi
     hub.stated["model.safetensors"] = "unknown"
     code, errors = end(begin())
     assert code == 0
-    assert "the hub states no checksum of model.safetensors; only the size was compared" in errors
+    assert "no checksum is stated of model.safetensors; only the size was compared" in errors
 
 
 def test_a_wrong_checksum_of_git_is_an_error(begin: Begin, hub: LoopbackHub) -> None:

@@ -14,6 +14,7 @@ from megatron_operator.api.parse import InvalidResource, parse_resource
 from megatron_operator.api.v1alpha1 import (
     ConditionType,
     Device,
+    GpuAllocation,
     MegatronInference,
     MegatronInferenceStatus,
     ReplicaGroupStatus,
@@ -237,6 +238,8 @@ def _time_of(event: Object) -> str | None:
 def _source(source: Source) -> str:
     if (hub := source.hugging_face) is not None:
         return f"Hugging Face {hub.repo}" + (f", {hub.file}" if hub.file else "") + f" at {hub.revision}"
+    if source.object_storage is not None:
+        return source.object_storage.uri
     if source.persistent_volume_claim is not None:
         return f"claim {source.persistent_volume_claim.claim_name}, {source.persistent_volume_claim.path}"
     if source.image is not None:
@@ -249,6 +252,11 @@ def _shape(resource: MegatronInference) -> str:
     groups = f"{spec.replicas} replica group{'s' if spec.replicas > 1 else ''}"
     ranks = f"{sizes.ranks} rank{'s' if sizes.ranks > 1 else ''}"
     pods = f"{spec.pods_per_group} pod{'s' if spec.pods_per_group > 1 else ''}"
-    device = f"one {spec.pods.gpu_resource} per rank" if spec.pods.device is Device.CUDA else f"on {spec.pods.device}"
+    gpu = (
+        "GPU of a resource claim"
+        if spec.pods.gpu_allocation is GpuAllocation.RESOURCE_CLAIMS
+        else spec.pods.gpu_resource
+    )
+    device = f"one {gpu} per rank" if spec.pods.device is Device.CUDA else f"on {spec.pods.device}"
     split = f" (tensor {sizes.tensor} x pipeline {sizes.pipeline})" if sizes.ranks > 1 else ""
     return f"{groups} of {ranks}{split} in {pods}, {device}"

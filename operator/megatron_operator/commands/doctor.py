@@ -13,7 +13,7 @@ from rich.text import Text
 
 from megatron_operator import names
 from megatron_operator.api.crd import crd
-from megatron_operator.api.v1alpha1 import Device
+from megatron_operator.api.v1alpha1 import Device, GpuAllocation
 from megatron_operator.api.v1alpha1.serving import ApiKeysSecret
 from megatron_operator.commands import activator_diagnosis, diagnosis
 from megatron_operator.commands.console import say
@@ -152,6 +152,7 @@ class Doctor:
         """Checks of what the models of the namespace use."""
         specs = [item["spec"] for item in await self._resources()]
         on_gpu = [spec.get("pods") or {} for spec in specs if _device(spec) == Device.CUDA]
+        on_gpu = [pods for pods in on_gpu if pods.get("gpuAllocation") != GpuAllocation.RESOURCE_CLAIMS]
         asked = [pods.get("gpuResource") or "nvidia.com/gpu" for pods in on_gpu]
         nodes = (await self.cluster.read("/api/v1/nodes")).get("items") or []
         findings = list(diagnosis.gpus(nodes, asked, resources_on_cpu=bool(specs) and not on_gpu))
@@ -242,6 +243,9 @@ def secret_keys(specs: Iterable[Json]) -> dict[str, list[str]]:
         users = (spec.get("frontend") or {}).get("apiKeysSecret")
         for selector in filter(None, (hub.get("tokenSecret"), users)):
             wanted.setdefault(selector["name"], []).append(selector.get("key") or API_KEYS)
+        objects = ((spec.get("model") or {}).get("source") or {}).get("objectStorage") or {}
+        if "credentialsSecret" in objects:
+            wanted.setdefault(objects["credentialsSecret"], [])
         for reference in ((spec.get("podTemplate") or {}).get("spec") or {}).get("imagePullSecrets") or []:
             wanted.setdefault(reference["name"], [])
     return wanted

@@ -237,9 +237,7 @@ def field_value(path: str, pod: PodMetadata, address: str) -> str:
 
 def environment(container: Json, pod: PodMetadata, address: str, read_secret: SecretReader) -> dict[str, str]:
     """The container's variables with references resolved in order, as the kubelet does. Raises PodError."""
-    if container.get("envFrom"):
-        raise PodError("envFrom: not possible for processes; list the variables under env")
-    values: dict[str, str] = {}
+    values = _from_secrets(container, pod, read_secret)
     for index, variable in enumerate(container.get("env") or []):
         name = needed(variable, "name", f"{CONTAINER}.env[{index}]")
         source, where = variable.get("valueFrom") or {}, f"env {name}: valueFrom"
@@ -257,6 +255,24 @@ def environment(container: Json, pod: PodMetadata, address: str, read_secret: Se
                     raise
         else:
             raise PodError(f"{where} {', '.join(source)} is not possible for processes; write a value")
+    return values
+
+
+def _from_secrets(container: Json, pod: PodMetadata, read_secret: SecretReader) -> dict[str, str]:
+    """The variables of ``envFrom``, which may only name Secrets. Raises PodError."""
+    values: dict[str, str] = {}
+    for index, source in enumerate(container.get("envFrom") or []):
+        where = f"{CONTAINER}.envFrom[{index}]"
+        if "secretRef" not in source:
+            raise PodError(f"{where}: {', '.join(source)} is not possible for processes; list the variables under env")
+        name = needed(source["secretRef"], "name", f"{where}.secretRef")
+        try:
+            found = _secret(read_secret, pod.namespace, name)
+        except PodError:
+            if source["secretRef"].get("optional"):
+                continue
+            raise
+        values |= {f"{source.get('prefix', '')}{key}": value for key, value in found.items()}
     return values
 
 

@@ -18,6 +18,7 @@ from megatron_operator.render.model_cache import cache_claim, download_job
 from megatron_operator.render.network_policy import network_policy
 from megatron_operator.render.pod import check_removals, grace_seconds, image_of, render_pod
 from megatron_operator.render.pods_service import pods_service
+from megatron_operator.render.resources import pod_claims
 from megatron_operator.settings import Settings
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "image_of",
     "keys_secret",
     "owner_reference",
+    "pod_claims",
     "render_children",
     "render_pod",
 ]

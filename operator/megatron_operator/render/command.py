@@ -129,14 +129,23 @@ def control_environment(resource: MegatronInference) -> Env:
 
 def _source(resource: MegatronInference) -> dict[str, Any]:
     source = resource.spec.model.source
-    if (hub := source.hugging_face) is not None and resource.spec.model.cache is not None:
-        return {"--model": CACHED_MODEL_MOUNT if hub.file is None else f"{CACHED_MODEL_MOUNT}/{hub.file}"}
-    if hub is not None:
+    if resource.spec.model.cache is not None:
+        return {"--model": "/".join(filter(None, (CACHED_MODEL_MOUNT, cached_file(resource))))}
+    if (hub := source.hugging_face) is not None:
         file = {} if hub.file is None else {"--hf-file": hub.file}
         return {"--hf-repo": hub.repo, **file, "--hf-revision": hub.revision}
     if source.volume_path is not None:
         return {"--model": f"{MODEL_MOUNT}{source.volume_path}".rstrip("/")}
     return {"--model": source.path}
+
+
+def cached_file(resource: MegatronInference) -> str | None:
+    """The GGUF file in the folder of the model cache; None for the folder."""
+    source = resource.spec.model.source
+    if source.object_storage is not None:
+        name = source.object_storage.uri.rpartition("/")[2]
+        return name if name.endswith(".gguf") else None
+    return None if source.hugging_face is None else source.hugging_face.file
 
 
 def hub_token(resource: MegatronInference) -> Env:

@@ -18,6 +18,7 @@ MERGE_KEYS = {
     "ports": "containerPort",
     "hostAliases": "ip",
     "imagePullSecrets": "name",
+    "resourceClaims": "name",
     "topologySpreadConstraints": "topologyKey",
 }
 """Lists that are merged item by item, with the field that identifies an item."""

@@ -133,17 +133,15 @@ def _pod_spec(resource: MegatronInference, image: str, node: str | None) -> Json
 
 
 def _container(resource: MegatronInference, image: str) -> Json:
-    hub = resource.spec.model.source.hugging_face
-    assert hub is not None  # only downloaded models have a cache
-    file = [] if hub.file is None else [f"--file={hub.file}"]
     into = f"--into={DOWNLOADS_MOUNT}/{cache_folder(resource)}"
     return {
         "name": names.CONTAINER,
         "image": image,
         "imagePullPolicy": resource.spec.image_pull_policy.value,
         "command": [PROGRAM],
-        "args": ["model", "fetch", hub.repo, *file, f"--revision={hub.revision}", into],
+        "args": ["model", "fetch", *_source(resource), into],
         "env": [*control_environment(resource), *hub_token(resource)],
+        **_credentials(resource),
         "ports": [{"name": "control", "containerPort": names.CONTROL_PORT, "protocol": "TCP"}],
         "resources": {"requests": dict(REQUESTS)},
         "volumeMounts": [
@@ -159,6 +157,24 @@ def _container(resource: MegatronInference, image: str) -> Json:
         "terminationMessagePath": names.TERMINATION_LOG,
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
+
+
+def _source(resource: MegatronInference) -> list[str]:
+    source = resource.spec.model.source
+    if source.object_storage is not None:
+        return [source.object_storage.uri]
+    hub = source.hugging_face
+    assert hub is not None  # only downloaded models have a cache
+    file = [] if hub.file is None else [f"--file={hub.file}"]
+    return [hub.repo, *file, f"--revision={hub.revision}"]
+
+
+def _credentials(resource: MegatronInference) -> Json:
+    """The variables from the Secret for object storage."""
+    objects = resource.spec.model.source.object_storage
+    if objects is None or objects.credentials_secret is None:
+        return {}
+    return {"envFrom": [{"secretRef": {"name": objects.credentials_secret}}]}
 
 
 def _security(node: str | None) -> Json:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_operator import names
-from megatron_operator.api.v1alpha1 import MegatronInference
+from megatron_operator.api.v1alpha1 import MegatronInference, TopologyMode
 from megatron_operator.names import PodIdentity
 from megatron_operator.render.gang import scheduler_name
 
@@ -16,15 +16,22 @@ HOSTNAME = "kubernetes.io/hostname"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 QUEUED_GROUP_LABEL = "kueue.x-k8s.io/pod-group-name"
 QUEUED_COUNT_ANNOTATION = "kueue.x-k8s.io/pod-group-total-count"
+QUEUED_TOPOLOGY_ANNOTATIONS = {
+    TopologyMode.REQUIRED: "kueue.x-k8s.io/podset-required-topology",
+    TopologyMode.PREFERRED: "kueue.x-k8s.io/podset-preferred-topology",
+}
+QUEUED_SETS_ANNOTATION = "kueue.x-k8s.io/podset-group-name"
+"""Sets of pods with the same value get one topology domain."""
 QUEUED_RETRY_ANNOTATION = "kueue.x-k8s.io/retriable-in-group"
 
 
 def placement(resource: MegatronInference, identity: PodIdentity) -> dict[str, Any]:
     """The scheduling part of a pod's spec.
 
-    The first pods of the groups are spread over the domains of ``topologyKey``; the other pods of a group follow its
-    first pod. Pods of different groups prefer different nodes, to limit the effect of a lost node. Preferences never
-    keep a pod pending.
+    The first pods of the groups are spread over the domains of ``topologyKey``. All pods of a group attract each other
+    into one domain, so that any of them can be scheduled first: a required affinity to pods that match the pod itself
+    holds while there are none. Pods of different groups prefer different nodes, to limit the effect of a lost node.
+    Preferences never keep a pod pending.
     """
     scheduling = resource.spec.scheduling
     affinity: dict[str, Any] = {"podAntiAffinity": _apart(resource, identity)}
@@ -41,8 +48,8 @@ def placement(resource: MegatronInference, identity: PodIdentity) -> dict[str, A
         spec["schedulerName"] = scheduler
     if scheduling.topology_key is not None and identity.index == 0:
         spec["topologySpreadConstraints"] = [_spread(resource, scheduling.topology_key)]
-    if scheduling.topology_key is not None and identity.index > 0:
-        affinity["podAffinity"] = _beside_the_first(resource, identity, scheduling.topology_key)
+    if together := _together(resource, identity):
+        affinity["podAffinity"] = together
     return spec
 
 
@@ -67,7 +74,22 @@ def queue_annotations(resource: MegatronInference) -> dict[str, str]:
     """Annotations for Kueue. An attempt that lost a pod is over, so that Kueue frees its quota."""
     if resource.spec.scheduling.queue_name is None:
         return {}
-    return {QUEUED_COUNT_ANNOTATION: str(resource.spec.pods_per_group), QUEUED_RETRY_ANNOTATION: "false"}
+    counted = {QUEUED_COUNT_ANNOTATION: str(resource.spec.pods_per_group), QUEUED_RETRY_ANNOTATION: "false"}
+    return {**counted, **_queued_topology(resource)}
+
+
+def _queued_topology(resource: MegatronInference) -> dict[str, str]:
+    """Annotations with which Kueue selects one domain for all pods of a group.
+
+    Pods of a different shape are different sets for Kueue: the first pod, which has more ports, and the others. It
+    joins two sets, so not those of a group whose last pod has fewer ranks than the others.
+    """
+    spec, topology = resource.spec, resource.spec.scheduling.group_topology
+    if topology is None or spec.pods_per_group == 1:
+        return {}
+    annotations = {QUEUED_TOPOLOGY_ANNOTATIONS[topology.mode]: topology.key}
+    shapes = {spec.ranks_in_pod(index) for index in range(1, spec.pods_per_group)}
+    return annotations | ({QUEUED_SETS_ANNOTATION: resource.name} if len(shapes) == 1 else {})
 
 
 def _apart(resource: MegatronInference, identity: PodIdentity) -> dict[str, Any]:
@@ -88,12 +110,32 @@ def _spread(resource: MegatronInference, topology_key: str) -> dict[str, Any]:
     }
 
 
-def _beside_the_first(resource: MegatronInference, identity: PodIdentity, topology_key: str) -> dict[str, Any]:
-    first = {
+def _together(resource: MegatronInference, identity: PodIdentity) -> dict[str, Any]:
+    """The affinity of a pod to all pods of its attempt, itself included; empty where nothing asks for it."""
+    scheduling = resource.spec.scheduling
+    if resource.spec.pods_per_group == 1:
+        return {}
+    required, preferred = [], []
+    if scheduling.topology_key is not None:
+        required.append(_beside_its_group(resource, identity, scheduling.topology_key))
+    topology = scheduling.group_topology
+    if topology is not None and scheduling.queue_name is None:
+        term = _beside_its_group(resource, identity, topology.key)
+        if topology.mode is TopologyMode.PREFERRED:
+            preferred.append({"weight": 100, "podAffinityTerm": term})
+        elif term not in required:
+            required.append(term)
+    terms = {
+        "requiredDuringSchedulingIgnoredDuringExecution": required,
+        "preferredDuringSchedulingIgnoredDuringExecution": preferred,
+    }
+    return {kind: each for kind, each in terms.items() if each}
+
+
+def _beside_its_group(resource: MegatronInference, identity: PodIdentity, topology_key: str) -> dict[str, Any]:
+    group = {
         names.NAME_LABEL: resource.name,
         names.GROUP_LABEL: str(identity.group),
         names.ATTEMPT_LABEL: str(identity.attempt),
-        names.INDEX_LABEL: "0",
     }
-    term = {"labelSelector": {"matchLabels": first}, "topologyKey": topology_key}
-    return {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
+    return {"labelSelector": {"matchLabels": group}, "topologyKey": topology_key}

@@ -24,7 +24,7 @@ from megatron_operator.render.merge import merged, without
 from megatron_operator.render.metadata import child_metadata
 from megatron_operator.render.model_cache import cached_mount, cached_volume
 from megatron_operator.render.placement import on_nodes, placement, queue_annotations, queue_labels
-from megatron_operator.render.resources import container_resources
+from megatron_operator.render.resources import container_resources, pod_claims
 from megatron_operator.settings import Settings
 
 GRACE_BEYOND_DRAIN = 15
@@ -120,6 +120,7 @@ def _spec(resource: MegatronInference, identity: PodIdentity, settings: Settings
         },
         "volumes": _volumes(resource),
         "containers": [_container(resource, identity, settings)],
+        **pod_claims(resource),
         **_runtime(resource),
         **placement(resource, identity),
     }

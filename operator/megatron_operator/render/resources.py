@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_operator import names
-from megatron_operator.api.v1alpha1 import Device, MegatronInference
+from megatron_operator.api.v1alpha1 import Device, GpuAllocation, MegatronInference
 
 MEBIBYTE = 1 << 20
 CPU_RANK = {"cpu": 500, "memory": 1024}
@@ -23,11 +23,29 @@ def container_resources(resource: MegatronInference, pod_index: int) -> dict[str
     pods = resource.spec.pods
     limits = {name: amount.text for name, amount in pods.resources.limits.items()}
     requests = {name: amount.text for name, amount in pods.resources.requests.items() if amount}
-    if pods.device is Device.CUDA:
+    if pods.device is Device.CUDA and pods.gpu_allocation is GpuAllocation.DEVICE_PLUGIN:
         limits[pods.gpu_resource] = str(resource.spec.ranks_in_pod(pod_index))
     chosen = {*pods.resources.requests, *limits, *_chosen_by_template(resource.spec.pod_template.spec)}
     defaults = {name: text for name, text in _defaults(resource, pod_index).items() if name not in chosen}
-    return {kind: amounts for kind, amounts in (("requests", defaults | requests), ("limits", limits)) if amounts}
+    claims = {"claims": _claims(resource)} if pods.resource_claims else {}
+    amounts = {"requests": defaults | requests, "limits": limits}
+    return {**{kind: each for kind, each in amounts.items() if each}, **claims}
+
+
+def pod_claims(resource: MegatronInference) -> dict[str, Any]:
+    """The part of a pod's spec with its resource claims; empty without some."""
+    claims = resource.spec.pods.resource_claims
+    listed = [claim.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"requests"}) for claim in claims]
+    return {"resourceClaims": listed} if listed else {}
+
+
+def _claims(resource: MegatronInference) -> list[dict[str, str]]:
+    """The claims of the main container: each request of a claim that is named, or else the whole claim."""
+    return [
+        {"name": claim.name, **request}
+        for claim in resource.spec.pods.resource_claims
+        for request in [{"request": name} for name in claim.requests] or [{}]
+    ]
 
 
 def _defaults(resource: MegatronInference, pod_index: int) -> dict[str, str]:

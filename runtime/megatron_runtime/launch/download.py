@@ -11,13 +11,13 @@ from threading import Thread
 
 from megatron_runtime.launch.control_api import create_download_api
 from megatron_runtime.launch.identity import Identity
-from megatron_runtime.launch.model_cache import Download, HubSource, evict, fill, report_success
+from megatron_runtime.launch.model_cache import Download, Source, evict, fill, report_success
 from megatron_runtime.launch.ports import CONTROL_PORT
 from megatron_runtime.server.http_server import HttpServer
 from megatron_runtime.server.listening_socket import bind
 
 
-def download_into(folder: Path, source: HubSource, *, keep: Sequence[str] | None = None) -> Path:
+def download_into(folder: Path, source: Source, *, keep: Sequence[str] | None = None) -> Path:
     """Fills the folder and returns it. In a pod of an operator, the control API serves the progress meanwhile.
 
     With ``keep`` all other folders beside it are removed, see ``model_cache.evict``. Raises CheckpointError,
@@ -29,8 +29,8 @@ def download_into(folder: Path, source: HubSource, *, keep: Sequence[str] | None
         _serve_progress(download, identity.bind_host, identity.control_token)
     fill(download, source)
     if unverifiable := [file.name for file in download.files or () if not file.is_verifiable]:
-        words = ", ".join(unverifiable)
-        print(f"model: the hub states no checksum of {words}; only the size was compared", file=sys.stderr)
+        words = unverifiable[0] if len(unverifiable) == 1 else f"{len(unverifiable)} files"
+        print(f"model: no checksum is stated of {words}; only the size was compared", file=sys.stderr)
     if keep is not None:
         for name in evict(folder, keep=keep):
             print(f"model: removed {name}, which nothing uses any more", file=sys.stderr)

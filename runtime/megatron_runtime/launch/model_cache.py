@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from typing import Any
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.launch.identity import TERMINATION_LOG_VARIABLE
 from megatron_runtime.launch.sample_model import alone
-from megatron_runtime.model.formats.hub_files import HubFile, hub_files, verify
+from megatron_runtime.model.formats.checkpoint_path import checkpoint_path
+from megatron_runtime.model.formats.hub_files import RemoteFile, hub_files, verify
+from megatron_runtime.model.formats.object_storage import download_objects, object_files
 from megatron_runtime.model.formats.source import resolve_source
 
 RECORD = ".megatron-cache.json"
@@ -38,13 +40,48 @@ class HubSource:
     file: str | None = None
     revision: str | None = None
 
+    def __str__(self) -> str:
+        return f"Hugging Face repository {self.repo}"
+
+    def files(self) -> Sequence[RemoteFile]:
+        """The files to download, of the commit that the revision names now."""
+        return hub_files(self.repo, file=self.file, revision=self.revision, token=None)
+
+    def download(self, folder: Path, files: Sequence[RemoteFile]) -> None:
+        """Downloads the files into the folder."""
+        # The commit instead of the revision: a branch may move meanwhile, and the checksums are those of this commit.
+        revision = files[0].commit or self.revision
+        resolve_source(hf_repo=self.repo, hf_file=self.file, revision=revision, folder=folder)
+
+
+@dataclass(frozen=True)
+class ObjectSource:
+    """What is downloaded: the objects below a URI of object storage, or the GGUF file that it names."""
+
+    uri: str
+
+    def __str__(self) -> str:
+        return self.uri
+
+    def files(self) -> Sequence[RemoteFile]:
+        """The objects to download."""
+        return object_files(self.uri)
+
+    def download(self, folder: Path, files: Sequence[RemoteFile]) -> None:
+        """Downloads the objects into the folder."""
+        download_objects(self.uri, folder, files)
+        checkpoint_path(folder)
+
+
+Source = HubSource | ObjectSource
+
 
 @dataclass
 class Download:
     """The state of a download, which another thread may read. ``files`` are None until the hub has named them."""
 
     folder: Path
-    files: list[HubFile] | None = None
+    files: list[RemoteFile] | None = None
     is_complete: bool = False
 
     @property
@@ -68,7 +105,7 @@ class Download:
         return {"revision": self.loaded_bytes, "ready": False, "ranks": ranks}
 
 
-def fill(download: Download, source: HubSource, *, token: str | None = None) -> None:
+def fill(download: Download, source: Source) -> None:
     """Downloads the source into the folder, verifies it and removes what an interrupted run left; once.
 
     Of several concurrent runs one downloads and the others wait. Raises CheckpointError, ConfigurationError or OSError.
@@ -77,11 +114,11 @@ def fill(download: Download, source: HubSource, *, token: str | None = None) -> 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with alone(folder.with_name(f".{folder.name}.lock")):
         if (recorded := _recorded(folder)) is None:
-            files = list(hub_files(source.repo, file=source.file, revision=source.revision, token=token))
+            files = list(source.files())
             if not files:
-                raise CheckpointError(f"Hugging Face repository {source.repo}: has no files of a checkpoint")
+                raise CheckpointError(f"{source}: has no files of a checkpoint. Check its name")
             download.files = files
-            _download(download, source, token)
+            _download(download, source)
             recorded = files
         download.files, download.is_complete = recorded, True
 
@@ -110,12 +147,10 @@ def report_success(download: Download) -> None:
         Path(log).write_text(json.dumps({"bytes": download.total_bytes, "commit": commit}) + "\n")
 
 
-def _download(download: Download, source: HubSource, token: str | None) -> None:
+def _download(download: Download, source: Source) -> None:
     folder, files = download.folder, download.files or []
     partial = _partial(folder)
-    # The commit instead of the revision: a branch may move meanwhile, and the checksums are those of this commit.
-    revision = files[0].commit or source.revision
-    resolve_source(hf_repo=source.repo, hf_file=source.file, revision=revision, token=token, folder=partial)
+    source.download(partial, files)
     verify(partial, files)
     shutil.rmtree(partial / ".cache", ignore_errors=True)  # the library's notes about an unfinished download
     record = {"source": asdict(source), "files": [asdict(file) for file in files]}
@@ -127,10 +162,10 @@ def _download(download: Download, source: HubSource, token: str | None) -> None:
     partial.replace(folder)
 
 
-def _recorded(folder: Path) -> list[HubFile] | None:
+def _recorded(folder: Path) -> list[RemoteFile] | None:
     """The files of a complete folder; None where it has to be filled, or files are missing or have other sizes."""
     try:
-        files = [HubFile(**file) for file in json.loads((folder / RECORD).read_text())["files"]]
+        files = [RemoteFile(**file) for file in json.loads((folder / RECORD).read_text())["files"]]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return files if all(_size(folder / file.name) == file.size for file in files) else None

@@ -66,6 +66,11 @@ class ControlPlane(Cluster):
         super().__init__(self._pki.kubeconfig("admin"), kubectl, folder, binaries)
 
     @property
+    def binaries(self) -> Binaries:
+        """The programs that it runs."""
+        return self._binaries
+
+    @property
     def has_controllers(self) -> bool:
         return self._binaries.controller_manager is not None
 

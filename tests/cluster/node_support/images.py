@@ -46,7 +46,10 @@ class Image:
 
 OPERATOR = Image("localhost/megatron-inference/operator:0.1.0", "operator/Dockerfile", ("operator",))
 RUNTIME = Image(
-    "localhost/megatron-inference/runtime:0.1.0-cpu", "runtime/Dockerfile", ("runtime", "tracing"), is_loaded=False
+    "localhost/megatron-inference/runtime:0.1.0-cpu",
+    "runtime/Dockerfile",
+    ("runtime", "tracing", "object-storage"),
+    is_loaded=False,
 )
 SMOLLM2 = Image("localhost/megatron-inference/runtime-smollm2:0.1.0", "manifests/samples/smollm2.Dockerfile")
 PAUSE = Image("localhost/pause:1", "tests/cluster/node_support/pause.Dockerfile")

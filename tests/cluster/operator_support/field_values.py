@@ -17,6 +17,15 @@ TEXTS = (
     *("/", "/a\n", "/é", "/a b", "*", "*.a", "*.a.com", "nvidia.com/gpu", "/gpu", "a..b/c", "a:b@sha256:" + "0" * 64),
     *("0s", "1s", "1s\n", "1.s", "1h1", "-1s", "1us", "1.5h", "1m30s", "\uff11s", "1e3s", "9" * 20 + "h"),
     *("0", "00", "0Gi", "0.0Gi", "0.5", "1Gi", "1Gi\n", "-1Gi", "1.5Gi", ".5Gi", "1.Gi", "1e3", "1Ei", "1K", "1ki"),
+    *(
+        "s3://b/c",
+        "s3://bucket/a/b.gguf",
+        "gs://bucket",
+        "s3://Bucket/a",
+        "s3:///a",
+        "s3://bucket/a b",
+        "az://bucket/a",
+    ),
     *("500m", "10.0.0.0/8", "10.0.0.256/8", "10.0.0.0/33", "10.0.0.0", "fd00::/8", "::/0", "1:/8", "90000h", "87600h"),
     *("\u0663Gi", "9" * 20, "9" * 20 + "Pi"),
 )
@@ -39,6 +48,7 @@ NEEDED: Mapping[Path, Json] = {
     ("model",): {"source": {"path": "/m"}},
     ("model", "source"): {"path": "/m"},
     ("model", "source", "huggingFace"): {"repo": "a/b"},
+    ("model", "source", "objectStorage"): {"uri": "s3://models/a"},
     ("model", "cache"): {"claimName": "c"},
     ("model", "cache", "volumeClaim"): {"size": "1Gi"},
     ("model", "cache", "hostPath"): {"path": "/m", "nodes": ["n"]},
@@ -60,6 +70,9 @@ NEEDED: Mapping[Path, Json] = {
     ("expose", "clientsFrom", 0, "podSelector", "matchExpressions", 0): REQUIREMENT,
     ("expose", "clientsFrom", 0, "namespaceSelector", "matchExpressions"): [REQUIREMENT],
     ("expose", "clientsFrom", 0, "namespaceSelector", "matchExpressions", 0): REQUIREMENT,
+    ("scheduling", "groupTopology"): {"key": "a"},
+    ("pods", "resourceClaims"): [{"name": "a", "resourceClaimName": "b"}],
+    ("pods", "resourceClaims", 0): {"name": "a", "resourceClaimName": "b"},
     ("scheduling", "tolerations"): [{"key": "a", "effect": "NoExecute"}],
     ("scheduling", "tolerations", 0): {"key": "a", "effect": "NoExecute"},
 }
@@ -87,6 +100,12 @@ class Trial:
                 made["spec"]["model"]["cache"] = {"hostPath": {"path": "/m"}}
         if self.path[:2] == ("model", "source") and len(self.path) > 2:
             made["spec"]["model"]["source"] = {}
+            if self.path[2] == "objectStorage":
+                made["spec"]["model"]["cache"] = {"claimName": "c"}
+        if self.path[1:] == ("gpuAllocation",):
+            made["spec"]["pods"]["resourceClaims"] = [{"name": "a", "resourceClaimName": "b"}]
+        if self.path[1:2] == ("resourceClaims",) and self.path[-1] == "resourceClaimTemplateName":
+            made["spec"]["pods"]["resourceClaims"] = [{"name": "a"}]
         if "ipBlock" in self.path:
             made["spec"]["expose"] = {"clientsFrom": [{}]}  # It excludes a podSelector.
         _put(made["spec"], self.path, copy.deepcopy(self.value))

@@ -23,6 +23,9 @@ RECONNECTS = repeated(1_000, 10_000)
 WARM_UP = 100
 MOST_GROWTH = 0.2
 """Maximum growth of the coordinator's memory, as a share of it."""
+KEPT_BY_ZEROMQ = 40_000
+"""Bytes of a connection under the identity of an open one, at most: libzmq neither delivers nor frees what it has sent,
+if that arrives before the other connection is closed."""
 
 
 @pytest.mark.repetition
@@ -44,7 +47,8 @@ async def test_a_reused_identity_or_name_does_not_end_the_coordinator(
         await asyncio.to_thread(reconnect, fleet.address, key, RECONNECTS, identity=identity, name=name)
         assert (await client.add_request("hello", SamplingParams(num_tokens_to_generate=5))).succeeded()
         assert (coordinator.restarts, client.coordinator_epoch) == (0, epoch)
-        assert resident_bytes(coordinator.pid) < (1 + MOST_GROWTH) * before
+        kept = 0 if identity is None else RECONNECTS * KEPT_BY_ZEROMQ
+        assert resident_bytes(coordinator.pid) < (1 + MOST_GROWTH) * before + kept
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from megatron_operator.api.v1alpha1.model import (
     HuggingFaceSource,
     ImageSource,
     Model,
+    ObjectStorageSource,
     Source,
     VolumeSource,
 )
@@ -26,6 +27,7 @@ from megatron_operator.api.v1alpha1.operations import (
     DisruptionSpec,
     FailurePolicy,
     Gang,
+    GroupTopology,
     ImagePullPolicy,
     Lifecycle,
     PodTemplate,
@@ -33,8 +35,9 @@ from megatron_operator.api.v1alpha1.operations import (
     RolloutSpec,
     Scheduling,
     Toleration,
+    TopologyMode,
 )
-from megatron_operator.api.v1alpha1.pods import ComputeResources, Device, Pods
+from megatron_operator.api.v1alpha1.pods import ComputeResources, Device, GpuAllocation, PodResourceClaim, Pods
 from megatron_operator.api.v1alpha1.resource import (
     API_VERSION,
     CPU_KV_CACHE,
@@ -97,6 +100,8 @@ __all__ = [
     "FailurePolicy",
     "Frontend",
     "Gang",
+    "GpuAllocation",
+    "GroupTopology",
     "HTTPRouteExposure",
     "HuggingFaceSource",
     "ImagePullPolicy",
@@ -112,10 +117,12 @@ __all__ = [
     "Model",
     "NetworkPolicyPeer",
     "ObjectMeta",
+    "ObjectStorageSource",
     "Parallelism",
     "ParentRef",
     "Parser",
     "Phase",
+    "PodResourceClaim",
     "PodTemplate",
     "Pods",
     "Pooling",
@@ -130,5 +137,6 @@ __all__ = [
     "Speculation",
     "SpeculationMethod",
     "Toleration",
+    "TopologyMode",
     "VolumeSource",
 ]

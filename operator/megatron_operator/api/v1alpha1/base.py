@@ -13,6 +13,8 @@ Boolean = Annotated[bool, Strict()]
 Text = Annotated[str, Field(min_length=1, max_length=1024)]
 DNS_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 DnsName = Annotated[str, Field(min_length=1, max_length=253, pattern=DNS_NAME)]
+DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+DnsLabel = Annotated[str, Field(min_length=1, max_length=63, pattern=DNS_LABEL)]
 HOST_NAME = r"^(\*\.)?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 HostName = Annotated[str, Field(max_length=253, pattern=HOST_NAME)]
 ABSOLUTE_PATH = r"^/"

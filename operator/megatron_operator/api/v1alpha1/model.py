@@ -20,7 +20,11 @@ from megatron_operator.api.v1alpha1.base import (
 from megatron_operator.api.v1alpha1.cache import Cache
 from megatron_operator.api.v1alpha1.operations import ImagePullPolicy
 
-ONE_SOURCE = "exactly one of huggingFace, path, persistentVolumeClaim and image must say where the model is"
+ONE_SOURCE = (
+    "exactly one of huggingFace, objectStorage, path, persistentVolumeClaim and image must say where the model is"
+)
+DOWNLOADED = "only models from source.huggingFace or source.objectStorage are downloaded; set one, or remove the cache"
+NEEDS_CACHE = "is downloaded into a cache only; set spec.model.cache"
 
 
 class DType(StrEnum):
@@ -54,6 +58,17 @@ class HuggingFaceSource(Part):
     """Secret with an access token, for private and gated repositories."""
 
 
+class ObjectStorageSource(Part):
+    """A folder or GGUF file in object storage, downloaded into `model.cache`."""
+
+    uri: Annotated[str, Field(max_length=1024, pattern=r"^(s3|gs)://[a-z0-9][a-z0-9._-]+(/[A-Za-z0-9_.=+/-]*)?$")]
+    """s3://bucket/folder or gs://bucket/folder, or the .gguf file in it. Name a new folder for each version: changed
+    objects of the same URI are not downloaded again."""
+    credentials_secret: DnsName | None = None
+    """Secret whose keys are variables of the download, such as AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and
+    AWS_ENDPOINT_URL, or GOOGLE_SERVICE_ACCOUNT_KEY. Default: those of podTemplate, or the identity of the pod."""
+
+
 class VolumeSource(Part):
     """A folder or file on a volume claim, mounted read-only."""
 
@@ -82,7 +97,8 @@ class Source(Part):
         json_schema_extra={
             "x-kubernetes-validations": [
                 {
-                    "rule": "(has(self.huggingFace) ? 1 : 0) + (has(self.path) ? 1 : 0)"
+                    "rule": "(has(self.huggingFace) ? 1 : 0) + (has(self.objectStorage) ? 1 : 0)"
+                    " + (has(self.path) ? 1 : 0)"
                     " + (has(self.persistentVolumeClaim) ? 1 : 0) + (has(self.image) ? 1 : 0) == 1",
                     "message": f"spec.model.source: {ONE_SOURCE}; set one",
                 }
@@ -92,6 +108,8 @@ class Source(Part):
 
     hugging_face: HuggingFaceSource | None = None
     """A repository of the Hugging Face hub."""
+    object_storage: ObjectStorageSource | None = None
+    """A folder or file in object storage, of S3 or Google Cloud Storage. It needs model.cache."""
     path: AbsolutePath | None = None
     """An absolute path in the container: a GGUF file, or a folder with config.json and safetensors files or a
     torch_dist checkpoint of Megatron. The path is part of the image, or podTemplate mounts it."""
@@ -100,6 +118,11 @@ class Source(Part):
     image: ImageSource | None = None
     """A folder or file in an OCI image. Kubernetes supports this from 1.35 on, and from 1.31 on with the feature gate
     ImageVolume; otherwise the operator rejects it."""
+
+    @property
+    def is_downloaded(self) -> bool:
+        """Whether the checkpoint is downloaded."""
+        return self.hugging_face is not None or self.object_storage is not None
 
     @property
     def volume_path(self) -> str | None:
@@ -134,16 +157,19 @@ class Model(Part):
         json_schema_extra={
             "x-kubernetes-validations": [
                 {
-                    "rule": "!has(self.cache) || has(self.source.huggingFace)",
-                    "message": "spec.model.cache: only models from source.huggingFace are downloaded; set that, or"
-                    " remove the cache",
-                }
+                    "rule": "!has(self.cache) || has(self.source.huggingFace) || has(self.source.objectStorage)",
+                    "message": f"spec.model.cache: {DOWNLOADED}",
+                },
+                {
+                    "rule": "!has(self.source.objectStorage) || has(self.cache)",
+                    "message": f"spec.model.source.objectStorage: {NEEDS_CACHE}",
+                },
             ]
         }
     )
 
     source: Source
-    """Source of the checkpoint: exactly one of huggingFace, path, persistentVolumeClaim and image."""
+    """Source of the checkpoint: exactly one of huggingFace, objectStorage, path, persistentVolumeClaim and image."""
     cache: Cache | None = None
     """A place that is filled once with the downloaded and verified model, for all pods. Default: each pod downloads the
     model for itself."""
@@ -157,8 +183,9 @@ class Model(Part):
 
     @model_validator(mode="after")
     def _downloads_are_cached(self) -> Self:
-        if self.cache is not None and self.source.hugging_face is None:
+        if self.cache is not None and not self.source.is_downloaded:
             dumped = self.cache.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-            fix = "only models from source.huggingFace are downloaded; set that, or remove the cache"
-            raise misplaced("cache", dumped, fix)
+            raise misplaced("cache", dumped, DOWNLOADED)
+        if self.cache is None and self.source.object_storage is not None:
+            raise misplaced("source.objectStorage", self.source.object_storage.uri, NEEDS_CACHE)
         return self

@@ -47,6 +47,22 @@ class Gang(StrEnum):
     VOLCANO = "Volcano"
 
 
+class TopologyMode(StrEnum):
+    """How strictly the pods of a replica group share a topology domain."""
+
+    REQUIRED = "Required"
+    PREFERRED = "Preferred"
+
+
+class GroupTopology(Part):
+    """A topology domain that the pods of a replica group share, such as a rack."""
+
+    key: LabelKey
+    """Label of nodes whose value names the domain, such as cloud.provider.com/topology-rack."""
+    mode: TopologyMode = TopologyMode.REQUIRED
+    """Required: the pods wait until one domain has room for them. Preferred: they may run in several domains."""
+
+
 class TolerationOperator(StrEnum):
     """How a toleration compares the value of a taint."""
 
@@ -132,6 +148,10 @@ class Scheduling(Part):
     scheduling.k8s.io, from 1.36 on, or Workloads in 1.35, both behind feature gates), SchedulerPlugins (PodGroups of
     the coscheduling plugin), Volcano (its PodGroups), or None. Auto: Kubernetes where the cluster serves that API,
     otherwise None. See also failurePolicy.gangTimeout."""
+    group_topology: GroupTopology | None = None
+    """Domain that the pods of each replica group share. With queueName, Kueue's topology-aware scheduling selects a
+    domain with room for all of them; the queue's ResourceFlavor must have a Topology with this label. Otherwise they
+    attract each other, and the pod that is scheduled first selects the domain."""
     topology_key: LabelKey | None = None
     """Label of nodes, such as topology.kubernetes.io/zone. Replica groups are spread over its values as evenly as
     possible, and the pods of a group share one value. Default: groups only prefer different nodes."""

@@ -18,7 +18,7 @@ _SHA256, _GIT_SHA1 = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
-class HubFile:
+class RemoteFile:
     """A file as the hub states it. ``commit`` is the one that the revision named at that time."""
 
     name: str
@@ -34,7 +34,7 @@ class HubFile:
         return bool(_SHA256.fullmatch(self.etag) or _GIT_SHA1.fullmatch(self.etag))
 
 
-def hub_files(repo: str, *, file: str | None, revision: str | None, token: str | None) -> Sequence[HubFile]:
+def hub_files(repo: str, *, file: str | None, revision: str | None, token: str | None) -> Sequence[RemoteFile]:
     """The files that a download of the repository gets; with ``file`` this GGUF file and the other parts of it.
 
     Raises CheckpointError when the hub does not have them, or does not answer.
@@ -49,12 +49,12 @@ def hub_files(repo: str, *, file: str | None, revision: str | None, token: str |
             names = [name for name in listed if _matches(name, WANTED_FILES) and not _matches(name, OTHER_FORMATS)]
         found = [get_hf_file_metadata(hf_hub_url(repo, name, revision=revision), token=token) for name in names]
     return [
-        HubFile(name, each.size or 0, each.etag or "", each.commit_hash or "")
+        RemoteFile(name, each.size or 0, each.etag or "", each.commit_hash or "")
         for name, each in zip(names, found, strict=True)
     ]
 
 
-def verify(folder: Path, files: Sequence[HubFile]) -> None:
+def verify(folder: Path, files: Sequence[RemoteFile]) -> None:
     """Compares size and checksum of each file below ``folder`` with what the hub states.
 
     Raises CheckpointError for the first file that differs, after it was removed, so that the next download fetches it

@@ -1,0 +1,101 @@
+"""Downloads from object storage: ``s3://`` and ``gs://``, with the library obstore.
+
+Credentials and endpoints are variables of the environment, as obstore reads them, such as AWS_ACCESS_KEY_ID,
+AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL and GOOGLE_SERVICE_ACCOUNT_KEY.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from megatron_runtime.errors import CheckpointError, ConfigurationError
+from megatron_runtime.model.formats.checkpoint_path import gguf_parts
+from megatron_runtime.model.formats.hub_files import RemoteFile
+
+SCHEMES = ("s3://", "gs://")
+THREADS = 4
+PART = 8 << 20
+NOTES = ".cache"
+"""Folder for the ETags of complete files, as that of the hub's library."""
+MISSING = "the library obstore is not installed. Install it: pip install 'megatron-inference[object-storage]'"
+
+
+def is_object_storage(source: str) -> bool:
+    """Whether the source is a URI of object storage."""
+    return source.startswith(SCHEMES)
+
+
+def object_files(uri: str) -> Sequence[RemoteFile]:
+    """The objects below ``uri``, or with a ``.gguf`` at its end this one and the other parts of it.
+
+    Their ETags are no checksums in general. Raises ConfigurationError without the library, and CheckpointError.
+    """
+    store, file = _store(uri)
+    import obstore
+
+    with _errors(uri):
+        if file is not None:
+            found = [obstore.head(store, part.as_posix()) for part in gguf_parts(PurePosixPath(file))]
+        else:
+            found = [each for batch in obstore.list(store) for each in batch]
+    names = [str(each["path"]) for each in found if not str(each["path"]).endswith("/")]
+    if unsafe := [name for name in names if ".." in PurePosixPath(name).parts or name.startswith("/")]:
+        raise CheckpointError(f"{uri}: has the object {unsafe[0]}, which leads out of its folder. Rename it")
+    return [RemoteFile(str(each["path"]), int(each["size"]), str(each["e_tag"] or ""), "") for each in found]
+
+
+def download_objects(uri: str, folder: Path, files: Sequence[RemoteFile]) -> None:
+    """Downloads the objects into the folder, several at a time. Those of an earlier run are kept if they are the same.
+
+    Raises CheckpointError, also when an object changes meanwhile.
+    """
+    store, _ = _store(uri)
+    with _errors(uri), ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(lambda file: _download(store, folder, file), files))
+
+
+def _download(store: Any, folder: Path, file: RemoteFile) -> None:
+    import obstore
+
+    path, note = folder / file.name, folder / NOTES / f"{file.name}.etag"
+    if path.exists() and note.exists() and note.read_text() == file.etag:
+        return
+    for each in (path, note):
+        each.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.incomplete")
+    options = {"if_match": file.etag} if file.etag else None
+    with partial.open("wb") as target:
+        for chunk in obstore.get(store, file.name, options=options).stream(min_chunk_size=PART):
+            target.write(chunk)
+    partial.replace(path)
+    note.write_text(file.etag)
+
+
+def _store(uri: str) -> tuple[Any, str | None]:
+    """The store whose root is the folder of ``uri``, and the name of the GGUF file in it, if there is one."""
+    try:
+        from obstore.store import from_url
+    except ImportError as error:
+        raise ConfigurationError(f"{uri}: {MISSING}") from error
+    root, _, name = uri.rpartition("/")
+    with _errors(uri):
+        return (from_url(root), name) if name.endswith(".gguf") else (from_url(uri.rstrip("/")), None)
+
+
+@contextmanager
+def _errors(uri: str) -> Iterator[None]:
+    """Converts errors of the library to CheckpointError with the URI and the remedy."""
+    from obstore.exceptions import BaseError, PreconditionError
+
+    try:
+        yield
+    except PreconditionError as error:
+        raise CheckpointError(f"{uri}: an object changed while it was downloaded. Start again") from error
+    except (BaseError, OSError, ValueError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        fix = "Check the name, the credentials and the endpoint in the environment"
+        raise CheckpointError(f"{uri}: the download failed ({reason}). {fix}") from error

@@ -1,0 +1,57 @@
+"""A model in object storage: the download of a Job with the keys of a Secret, and real weights."""
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from cluster_support.control_plane import ControlPlane
+from operator_support.api import Api
+from operator_support.process_node import ProcessNode
+from operator_support.questions import ask
+from operator_support.resource import Resource
+from suite_support.object_server import ObjectServer, object_server
+
+pytestmark = [pytest.mark.usefixtures("controllers"), pytest.mark.model, pytest.mark.timeout(400)]
+
+
+@pytest.fixture
+def server(smollm2_path: Path) -> Iterator[ObjectServer]:
+    """A server of S3's API with the small model in a bucket."""
+    with object_server("models") as server:
+        server.put("models", {f"smollm2/v1/{smollm2_path.name}": smollm2_path.read_bytes()})
+        yield server
+
+
+@pytest.fixture
+async def machine(
+    own_control_plane: ControlPlane,  # noqa: ARG001  # a cluster that was given has nodes of its own
+    api: Api,
+    namespace: str,
+    tmp_path: Path,
+) -> AsyncIterator[ProcessNode]:
+    """A node on which pods, also those of downloads, are processes."""
+    async with ProcessNode(api, namespace, tmp_path / "pods", tmp_path) as node:
+        yield node
+
+
+async def test_a_model_of_a_bucket_is_served(
+    chat: Resource, machine: ProcessNode, server: ObjectServer, smollm2_path: Path, tmp_path: Path
+) -> None:
+    literals = [f"--from-literal={name}={value}" for name, value in server.environment.items()]
+    await chat.kubectl("create", "secret", "generic", "bucket", *literals)
+    storage = {"uri": f"s3://models/smollm2/v1/{smollm2_path.name}", "credentialsSecret": "bucket"}
+    await chat.create(
+        model={
+            "source": {"objectStorage": storage},
+            "cache": {"hostPath": {"path": str(tmp_path / "models"), "nodes": [machine.name]}},
+            "servedName": "smollm2",
+            "dtype": "float32",
+        },
+        engine={"kvCacheMemory": "64Mi"},
+    )
+    status = await chat.until_phase("Running", within=240)
+    assert (status["cache"]["phase"], status["cache"]["downloadedBytes"]) == ("Ready", status["cache"]["totalBytes"])
+    address = await machine.service_address("chat")
+    async with openai.AsyncOpenAI(base_url=f"http://{address}:8000/v1", api_key="unused", timeout=120) as client:
+        assert "Paris" in await ask(client)

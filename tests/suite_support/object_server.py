@@ -1,0 +1,81 @@
+"""A server with S3's API on loopback: moto's, which needs an environment of its own.
+
+Its requirements exclude those of the Kubernetes client, so that it is not among the tests' libraries. Install it with
+``python -m venv FOLDER; FOLDER/bin/pip install 'moto[server]'``, and set MEGATRON_MOTO_SERVER to
+FOLDER/bin/moto_server.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+VARIABLE = "MEGATRON_MOTO_SERVER"
+KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+
+
+class ObjectServer:
+    """``environment`` are the variables for clients."""
+
+    def __init__(self, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.environment = {**KEYS, "AWS_ENDPOINT_URL": self.url, "AWS_ALLOW_HTTP": "true", "NO_PROXY": "127.0.0.1"}
+
+    def put(self, bucket: str, objects: Mapping[str, bytes]) -> None:
+        """Stores the objects, by the library that the runtime uses."""
+        store = pytest.importorskip("obstore.store").S3Store(
+            bucket,
+            access_key_id=KEYS["AWS_ACCESS_KEY_ID"],
+            secret_access_key=KEYS["AWS_SECRET_ACCESS_KEY"],
+            region=KEYS["AWS_REGION"],
+            endpoint=self.url,
+            client_options={"allow_http": True, "proxy_excludes": "127.0.0.1"},
+        )
+        for name, content in objects.items():
+            store.put(name, content)
+
+
+@contextmanager
+def object_server(*buckets: str) -> Iterator[ObjectServer]:
+    """A server with these buckets. Skips the test where the program or the library is not installed."""
+    program = os.environ.get(VARIABLE) or shutil.which("moto_server")
+    if program is None:
+        pytest.skip(f"moto_server is not installed; see {__name__}, and set {VARIABLE}")
+    pytest.importorskip("obstore", reason="pip install 'megatron-inference[object-storage]'")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [program, "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        server = ObjectServer(port)
+        _wait(server, process)
+        with httpx.Client(trust_env=False) as client:
+            for bucket in buckets:
+                client.put(f"{server.url}/{bucket}").raise_for_status()
+        yield server
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _wait(server: ObjectServer, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 60
+    with httpx.Client(trust_env=False) as client:
+        while process.poll() is None and time.monotonic() < deadline:
+            try:
+                client.get(f"{server.url}/moto-api/")
+            except httpx.TransportError:
+                time.sleep(0.2)
+            else:
+                return
+    raise AssertionError(f"moto's server did not start (exit code {process.poll()})")
