@@ -39,6 +39,7 @@ FIELD_OF_FLAG = {
     "--routing-policy": "spec.routing.policy",
     "--routing-alpha": "spec.routing.alpha",
     "--frontend-replicas": "spec.frontend.replicas",
+    "--lora-modules": "spec.adapters",
     "--parsers": "spec.frontend.parsers",
     "--generation-config": "spec.frontend.generationConfig",
     "--pooling": "spec.frontend.pooling",

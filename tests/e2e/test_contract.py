@@ -166,6 +166,10 @@ def test_the_runtime_parses_every_flag_of_the_sample() -> None:
             {"frontend": {"generationConfig": "vllm", "trustRequestChatTemplate": True}},
             {"generation_config": "vllm", "trust_request_chat_template": True},
         ),
+        (
+            {"adapters": [{"name": f"a{number}", "path": f"/models/{number}"} for number in range(9)]},
+            {"lora_modules": [f"a{number}=/models/{number}" for number in range(9)], "max_loras": 9},
+        ),
         ({"frontend": {"pooling": "Mean", "mediaPlaceholder": True}}, {"pooling": "mean", "media_placeholder": True}),
     ],
 )

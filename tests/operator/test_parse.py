@@ -84,6 +84,13 @@ def test_omitted_fields_get_their_defaults() -> None:
             "'Always', 'IfNotPresent' or 'Never'",
         ),
         ({"model": {"source": {"image": {"reference": "a"}, "path": "/m"}}}, "spec.model.source", "not path and image"),
+        (
+            {"adapters": [{"name": "a", "path": "/1"}, {"name": "a", "path": "/2"}]},
+            "spec.adapters[1].name",
+            "is the name of another adapter too; choose another one",
+        ),
+        ({"adapters": [{"name": "a=b", "path": "/1"}]}, "spec.adapters[0].name", "only letters, digits"),
+        ({"adapters": [{"name": "a", "path": "1"}]}, "spec.adapters[0].path", "start it with /"),
         ({"parallelism": {"tensor": 0}}, "spec.parallelism.tensor", "at least 1"),
         ({"parallelism": {"tensor": 6, "expert": 4}}, "spec.parallelism.expert", "does not divide the 6 tensor"),
         ({"parallelism": {"tensor": 4, "expert": 6}}, "spec.parallelism.expert", "set it to a divisor or a multiple"),

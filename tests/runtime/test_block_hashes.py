@@ -37,6 +37,14 @@ def test_a_salt_changes_all_hashes_of_a_prompt() -> None:
     assert compute_block_hashes_batched(torch.tensor(tokens), 8, "a") == hashes[1]
 
 
+def test_adapters_and_salts_together_change_all_hashes_of_a_prompt() -> None:
+    tokens = list(range(40))
+    pairs = [(salt, adapter) for salt in (None, "", "a", "b") for adapter in (None, "", "a", "b")]
+    hashes = [compute_block_hashes(tokens, 8, salt, adapter) for salt, adapter in pairs]
+    assert len({each for of_pair in hashes for each in of_pair}) == len(pairs) * 5
+    assert compute_block_hashes_batched(torch.tensor(tokens), 8, "a", "b") == compute_block_hashes(tokens, 8, "a", "b")
+
+
 @given(st.lists(st.integers(0, 2**31), min_size=1, max_size=80), st.integers(1, 40))
 def test_block_hashes_follow_their_closed_form(tokens: list[int], block_size: int) -> None:
     def signed(value: int) -> int:

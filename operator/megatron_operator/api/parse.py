@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 from megatron_operator.api.v1alpha1 import API_VERSION, KIND, MegatronInference
 from megatron_operator.api.v1alpha1.base import (
     ABSOLUTE_PATH,
+    ADAPTER_NAME,
     DNS_NAME,
     FIELD_PATH,
     HOST_NAME,
@@ -25,6 +26,7 @@ from megatron_operator.api.v1alpha1.base import (
 from megatron_operator.api.v1alpha1.resource import LONGEST_NAME
 
 PATTERNS_IN_WORDS = {
+    ADAPTER_NAME: "must hold only letters, digits, '-', '_', '.', ':' and '/', and not start with a mark; correct it",
     ABSOLUTE_PATH: "must be an absolute path; start it with /",
     DNS_NAME: "must hold only a-z, 0-9, '-' and '.', and start and end with a letter or digit; correct it",
     FIELD_PATH: "must be a path of fields, like securityContext.runAsUser; correct it",

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from megatron_operator import names
-from megatron_operator.api.v1alpha1 import MegatronInference, Pooling
+from megatron_operator.api.v1alpha1 import Frontend, MegatronInference, Pooling
 from megatron_operator.names import PodIdentity
 
 PROGRAM = "megatron-serve"
@@ -21,6 +21,8 @@ CACHED_MODEL_MOUNT = "/cached-model"
 LONGEST_RENDEZVOUS = 7 * 86400
 """Seconds that ranks wait for pods of their group, which may wait for a node. The startup timeout is shorter."""
 
+_DEFAULT_MAX_LORAS = 8
+"""Adapters that the runtime accepts without a flag."""
 API_KEYS_MOUNT = "/etc/megatron"
 """Where the Secret with the API keys is mounted."""
 API_KEYS_FILE = "api-keys"
@@ -64,20 +66,30 @@ def arguments(resource: MegatronInference, *, max_restarts: int) -> list[str]:
     words.append("--chunked-prefill" if engine.chunked_prefill else "--no-chunked-prefill")
     if engine.offload_weights:
         words.append("--offload-weights")
-    words += [f"--parsers={parser.value}" for parser in spec.frontend.parsers]
-    if spec.frontend.shared_prefix_cache:
+    return [*words, *_adapter_flags(resource), *_frontend_flags(spec.frontend), *engine.extra_args]
+
+
+def _adapter_flags(resource: MegatronInference) -> list[str]:
+    adapters = resource.spec.adapters
+    words = [f"--lora-modules={adapter.name}={adapter.path}" for adapter in adapters]
+    return [*words, f"--max-loras={len(adapters)}"] if len(adapters) > _DEFAULT_MAX_LORAS else words
+
+
+def _frontend_flags(frontend: Frontend) -> list[str]:
+    words = [f"--parsers={parser.value}" for parser in frontend.parsers]
+    if frontend.shared_prefix_cache:
         words.append("--shared-prefix-cache")
-    if spec.frontend.generation_config != "auto":
-        words.append(f"--generation-config={spec.frontend.generation_config}")
-    if spec.frontend.pooling is not Pooling.LAST:
-        words.append(f"--pooling={spec.frontend.pooling.value.lower()}")
-    if spec.frontend.trust_request_chat_template:
+    if frontend.generation_config != "auto":
+        words.append(f"--generation-config={frontend.generation_config}")
+    if frontend.pooling is not Pooling.LAST:
+        words.append(f"--pooling={frontend.pooling.value.lower()}")
+    if frontend.trust_request_chat_template:
         words.append("--trust-request-chat-template")
-    if spec.frontend.media_placeholder:
+    if frontend.media_placeholder:
         words.append("--media-placeholder")
-    if not spec.frontend.page:
+    if not frontend.page:
         words.append("--no-page")
-    return [*words, *engine.extra_args]
+    return words
 
 
 def environment(resource: MegatronInference, identity: PodIdentity) -> Env:

@@ -55,6 +55,8 @@ NEEDED: Mapping[Path, Json] = {
     ("model", "source", "huggingFace", "tokenSecret"): {"name": "n", "key": "k"},
     ("model", "source", "persistentVolumeClaim"): {"claimName": "c"},
     ("model", "source", "image"): {"reference": "r"},
+    ("adapters",): [{"name": "a", "path": "/a"}],
+    ("adapters", 0): {"name": "a", "path": "/a"},
     ("frontend", "apiKeysSecret"): {"name": "n"},
     ("autoSuspend",): {"idleAfter": "1m"},
     ("expose", "httpRoute"): {"parentRefs": [{"name": "g"}]},

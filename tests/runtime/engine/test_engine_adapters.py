@@ -101,6 +101,22 @@ def test_answers_of_one_batch_are_those_of_merged_weights(
     assert len({tuple(answer.generated_tokens) for answer in answers}) == 3
 
 
+def test_speculation_changes_no_answer_of_an_adapter(make_engine: MakeEngine, folders: dict[str, Path]) -> None:
+    answers = []
+    for settings in ({}, {"num_speculative_tokens": 3}):
+        engine = make_engine(**settings)
+        for name, folder in folders.items():
+            engine.adapters.load(name, folder)
+        adapters = ("first", None, "second", "first")
+        requests = [params(name, 60) for name in adapters]
+        for request in requests:
+            request.logit_bias = {70: 4.0, 71: 4.0}  # so that answers repeat themselves
+        records = engine.generate([PROMPT] * len(adapters), requests)
+        answers.append([record.merge().generated_tokens for record in records])
+    assert answers[0] == answers[1]
+    assert engine.stats().accepted_draft_tokens_total > 0
+
+
 def test_the_prefix_cache_distinguishes_adapters_and_their_contents(
     make_engine: MakeEngine, folders: dict[str, Path], references: dict[str | None, Any]
 ) -> None:

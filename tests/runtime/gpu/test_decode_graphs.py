@@ -206,6 +206,19 @@ def test_a_pass_beyond_the_graphs_or_with_a_prompt_runs_eagerly(device: Pretende
     assert device.work.replays == 2
 
 
+def test_a_pass_with_an_adapter_runs_eagerly(device: PretendedDevice) -> None:
+    engine = captured_engine(one_layer())
+    for index in range(2):
+        engine.add_request(index, [65] * 5, SamplingParams(num_tokens_to_generate=6, temperature=0.0))
+    engine.step_modern()
+    assert engine.step_modern()["cuda_graph_request_count"] is not None
+    sequence = engine._requests[1].sequence
+    assert sequence is not None
+    sequence.adapter = 0
+    assert engine.step_modern()["cuda_graph_request_count"] is None
+    assert device.work.replays == 2
+
+
 def test_drafts_are_rows_of_a_graph(device: PretendedDevice) -> None:
     model = one_layer()
     params = SamplingParams(num_tokens_to_generate=12, temperature=0.0, logit_bias={70: 50.0})

@@ -114,6 +114,25 @@ def test_the_bits_of_a_request_do_not_depend_on_the_others(dtype: str, tmp_path:
         assert not torch.equal(together[name], plain)
 
 
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_adapters_of_different_modules_share_a_batch(
+    has_kernel: bool, tmp_path: Path, paged_requests: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernel of a CPU, and with the products of other devices."""
+    monkeypatch.setattr("megatron_runtime.model.lora.adapted_linear.has_cpu_row_kernels", lambda _: has_kernel)
+    model = write_model(tmp_path / "model")
+    decoder = load_model(tmp_path / "model", dtype="float32")
+    folders = {}
+    for slot, targets in enumerate((("down_proj",), ("q_proj", "down_proj"), ("v_proj", "o_proj"), ("up_proj",))):
+        folders[f"{slot}"] = write_adapter(tmp_path / str(slot), model, targets=targets, rank=slot + 2, seed=slot)
+        load_adapter(decoder, slot, folders[f"{slot}"], max_rank=8)
+    requests = paged(paged_requests, decoder, **{name: int(name) for name in folders})
+    together = requests.forward(dict.fromkeys(["without", *folders], TOKENS))
+    torch.testing.assert_close(together["without"], logits_of(model, TOKENS), **CLOSE)
+    for name, folder in folders.items():
+        torch.testing.assert_close(together[name], logits_of(merged(model, folder), TOKENS), **CLOSE)
+
+
 def token_by_token(requests: Any) -> torch.Tensor:
     return torch.cat([requests.forward({"it": [token]})["it"] for token in TOKENS])
 

@@ -12,6 +12,7 @@ from megatron_operator.api.v1alpha1.expose import (
     ServiceType,
 )
 from megatron_operator.api.v1alpha1.model import (
+    AdapterSpec,
     DType,
     HuggingFaceSource,
     ImageSource,
@@ -79,6 +80,7 @@ __all__ = [
     "KIND",
     "PLURAL",
     "VERSION",
+    "AdapterSpec",
     "AutoSuspendSpec",
     "Cache",
     "CacheAccessMode",

@@ -19,6 +19,8 @@ HOST_NAME = r"^(\*\.)?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 HostName = Annotated[str, Field(max_length=253, pattern=HOST_NAME)]
 ABSOLUTE_PATH = r"^/"
 AbsolutePath = Annotated[str, Field(max_length=1024, pattern=ABSOLUTE_PATH)]
+ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._:/-]*$"
+AdapterName = Annotated[str, Field(max_length=255, pattern=ADAPTER_NAME)]
 IMAGE_REFERENCE = r"^[A-Za-z0-9][A-Za-z0-9._:/@-]*$"
 ImageReference = Annotated[str, Field(max_length=1024, pattern=IMAGE_REFERENCE)]
 LABEL_KEY = r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"

@@ -7,7 +7,16 @@ from typing import Annotated, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from megatron_operator.api.v1alpha1.base import AbsolutePath, DnsName, ImageReference, Integer, Part, Text, misplaced
+from megatron_operator.api.v1alpha1.base import (
+    AbsolutePath,
+    AdapterName,
+    DnsName,
+    ImageReference,
+    Integer,
+    Part,
+    Text,
+    misplaced,
+)
 from megatron_operator.api.v1alpha1.cache import Cache
 from megatron_operator.api.v1alpha1.operations import ImagePullPolicy
 
@@ -128,6 +137,17 @@ class Source(Part):
             fix = f"not {' and '.join(map(str, given))}: remove all but one" if given else "and none is set: set one"
             raise ValueError(f"{ONE_SOURCE}, {fix}")
         return self
+
+
+class AdapterSpec(Part):
+    """A LoRA adapter of the model."""
+
+    name: AdapterName
+    """Name of the adapter in requests, as their model; different from the name of the model."""
+    path: AbsolutePath
+    """An absolute path in the container: a folder with adapter_config.json and adapter_model.safetensors, as peft's
+    save_pretrained writes them. It is part of the image, podTemplate mounts it, or it is below /models, where the
+    volume of model.source.persistentVolumeClaim or model.source.image is mounted."""
 
 
 class Model(Part):

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, model_validator
 from megatron_operator.api.quantity import MemorySize
 from megatron_operator.api.v1alpha1.base import Integer, Part, Report, Text, misplaced
 from megatron_operator.api.v1alpha1.expose import Expose
-from megatron_operator.api.v1alpha1.model import Model
+from megatron_operator.api.v1alpha1.model import AdapterSpec, Model
 from megatron_operator.api.v1alpha1.operations import (
     AutoSuspendSpec,
     DisruptionSpec,
@@ -92,6 +92,13 @@ class MegatronInferenceSpec(Part):
     """Running, Paused (requests wait), Suspended (requests wait, and memory is released) or Stopped (no pods)."""
     model: Model
     """The model that is served."""
+    adapters: list[AdapterSpec] = Field(
+        default=[],
+        max_length=64,
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+    )
+    """LoRA adapters of the model. A change is a rollout. More can be loaded while the pods run, by
+    /v1/load_lora_adapter."""
     parallelism: Parallelism = Parallelism()
     """Number of ranks that share one copy of the model."""
     pods: Pods = Pods()
@@ -122,6 +129,16 @@ class MegatronInferenceSpec(Part):
     """When the kubelet pulls the image: Always, IfNotPresent or Never."""
     pod_template: PodTemplate = PodTemplate()
     """Overrides for every pod."""
+
+    @model_validator(mode="after")
+    def _adapters_have_different_names(self) -> Self:
+        names = [adapter.name for adapter in self.adapters]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise misplaced(
+                    f"adapters[{index}].name", name, "is the name of another adapter too; choose another one"
+                )
+        return self
 
     @model_validator(mode="after")
     def _ranks_fill_their_pods(self) -> Self:

@@ -25,6 +25,9 @@ from megatron_runtime.model.kernels.compiled import (
     widen,
 )
 
+TOGETHER = 4
+"""Rows of A, and columns of B, that are multiplied together; ranks are multiples of it."""
+
 
 def add_low_rank(
     inputs: Tensor, outputs: Tensor, slots: NDArray[np.int32], down: Tensor, up: Tensor, ranks: Tensor, scales: Tensor,
@@ -38,7 +41,7 @@ def add_low_rank(
         slots: [T], the adapter of each row; -1 for none.
         down: [slots, parts * R, in], the matrices A, each with R rows for every part.
         up: [slots, R, out], the matrices B, transposed.
-        ranks: int64 [slots, parts], the number of rows that a part uses of its R.
+        ranks: int64 [slots, parts], the number of rows that a part uses of its R; multiples of TOGETHER, as R.
         scales: float32 [slots, parts].
         bounds: [parts + 1], the first column of each part, and the end.
     """
@@ -63,7 +66,8 @@ def _low_rank_kernel(narrow: bool) -> Kernel:
             sums = np.empty(outputs.shape[1], np.float32)
             for row in range(shares[share], shares[share + 1]):
                 slot = slots[row]
-                if slot < 0:
+                # Adapters in later slots do not change this matrix.
+                if slot < 0 or slot >= len(ranks):
                     continue
                 for part in range(len(bounds) - 1):
                     if ranks[slot, part] == 0:
@@ -71,13 +75,23 @@ def _low_rank_kernel(narrow: bool) -> Kernel:
                     begin, end = bounds[part], bounds[part + 1]
                     for column in range(begin, end):
                         sums[column] = np.float32(0)
-                    for index in range(ranks[slot, part]):
-                        inner = np.float32(0)
+                    for index in range(0, ranks[slot, part], TOGETHER):
+                        at, scale = part * most + index, scales[slot, part]
+                        a, b, c, d = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
                         for channel in range(size):
-                            inner += widen(inputs[row, channel]) * widen(down[slot, part * most + index, channel])
-                        inner *= scales[slot, part]
+                            value = widen(inputs[row, channel])
+                            a += value * widen(down[slot, at, channel])
+                            b += value * widen(down[slot, at + 1, channel])
+                            c += value * widen(down[slot, at + 2, channel])
+                            d += value * widen(down[slot, at + 3, channel])
+                        a, b, c, d = a * scale, b * scale, c * scale, d * scale
                         for column in range(begin, end):
-                            sums[column] += inner * widen(up[slot, index, column])
+                            sums[column] += (
+                                a * widen(up[slot, index, column])
+                                + b * widen(up[slot, index + 1, column])
+                                + c * widen(up[slot, index + 2, column])
+                                + d * widen(up[slot, index + 3, column])
+                            )
                     for column in range(begin, end):
                         outputs[row, column] = narrowed(widen(outputs[row, column]) + sums[column], outputs)
 

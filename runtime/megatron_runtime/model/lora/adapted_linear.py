@@ -41,7 +41,7 @@ class UpdateTable:
             self._down = None
             return
         slots, parts = max(updates) + 1, len(self._bounds) - 1
-        most = max(len(update.down) for update in given)
+        most = _padded(max(len(update.down) for update in given))
         down = torch.zeros(slots, parts, most, self._in_features, dtype=self._dtype)
         up = torch.zeros(slots, most, int(self._bounds[-1]), dtype=self._dtype)
         ranks = torch.zeros(slots, parts, dtype=torch.int64)
@@ -52,7 +52,7 @@ class UpdateTable:
                     rank = len(update.down)
                     down[slot, part, :rank] = update.down
                     up[slot, :rank, self._bounds[part] : self._bounds[part + 1]] = update.up.t()
-                    ranks[slot, part], scales[slot, part] = rank, update.scale
+                    ranks[slot, part], scales[slot, part] = _padded(rank), update.scale
         self._ranks, self._scales = ranks, scales
         self._up = up.to(self._device)
         self._down = down.flatten(1, 2).to(self._device)
@@ -80,6 +80,11 @@ class UpdateTable:
                 inner = inner * float(self._scales[slot, part])
                 sums[:, begin:end] += linear(inner, self._up[slot, :rank, begin:end].t(), None, rows_together)
         outputs[chosen] = sums
+
+
+def _padded(rank: int) -> int:
+    """The number of rows for a rank, with zeros after its own."""
+    return -(-rank // adapter_kernel.TOGETHER) * adapter_kernel.TOGETHER
 
 
 class CurrentRows:
