@@ -51,12 +51,11 @@ class ObjectServer:
 @contextmanager
 def object_server(*buckets: str) -> Iterator[ObjectServer]:
     """A server with these buckets."""
-    program = further_python.find(os.environ).with_name("moto_server")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [program, "-H", "127.0.0.1", "-p", str(port)]
+    command = [further_python.find(os.environ), "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         server = ObjectServer(port)

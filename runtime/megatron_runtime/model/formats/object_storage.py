@@ -10,11 +10,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_runtime.errors import CheckpointError, ConfigurationError
 from megatron_runtime.model.formats.checkpoint_path import gguf_parts
 from megatron_runtime.model.formats.hub_files import RemoteFile
+
+if TYPE_CHECKING:
+    from obstore import GetOptions
 
 SCHEMES = ("s3://", "gs://")
 THREADS = 4
@@ -67,7 +70,7 @@ def _download(store: Any, folder: Path, file: RemoteFile) -> None:
     for each in (path, note):
         each.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.incomplete")
-    options = {"if_match": file.etag} if file.etag else None
+    options: GetOptions = {"if_match": file.etag} if file.etag else {}
     with partial.open("wb") as target:
         for chunk in obstore.get(store, file.name, options=options).stream(min_chunk_size=PART):
             target.write(chunk)
