@@ -145,7 +145,7 @@ class InferenceConfig(UnavailableSettings):
     num_speculative_tokens: int = 0
     """Most tokens that a pass verifies for a request besides its next one: those that followed the last occurrence of
     its latest tokens, instead of the drafts of Megatron's prediction heads. They change no token. Requests with log
-    probabilities, penalties or a limit of their reasoning have none. 0: no speculation."""
+    probabilities or a limit of their reasoning have none. 0: no speculation."""
     max_loras: int = 8
     """Most LoRA adapters that are loaded at once."""
     max_lora_rank: int = 64

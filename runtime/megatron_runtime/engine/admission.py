@@ -220,16 +220,9 @@ class Admission:
 
 
 def _follows_tokens(params: SamplingParams) -> bool:
-    """Whether sampling keeps a state of the tokens so far, which rejected drafts would spoil, or needs more of a pass
-    than the sampled tokens."""
-    return (
-        params.return_log_probs
-        or params.pooling is not None
-        or params.thinking_token_budget is not None
-        or params.repetition_penalty != 1
-        or params.frequency_penalty != 0
-        or params.presence_penalty != 0
-    )
+    """Whether the request needs more of a pass than the sampled tokens, or a state of the tokens so far, which wrong
+    drafts would spoil."""
+    return params.return_log_probs or params.pooling is not None or params.thinking_token_budget is not None
 
 
 def _first_log_prob(params: SamplingParams, prompt_length: int, limit: int) -> int | None:

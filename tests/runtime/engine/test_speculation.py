@@ -60,9 +60,16 @@ PARAMS = {
     "with requests without drafts": [
         greedy(),
         greedy(return_log_probs=True, skip_prompt_log_probs=True),
-        greedy(repetition_penalty=1.2),
-        greedy(frequency_penalty=0.2, presence_penalty=0.1),
+        greedy(),
+        greedy(temperature=0.5, seed=8),
         greedy(thinking_token_budget=3, thinking_begin="", thinking_end="AB"),
+    ],
+    "with penalties": [
+        greedy(repetition_penalty=1.05),
+        greedy(frequency_penalty=0.05, presence_penalty=0.02),
+        greedy(repetition_penalty=0.9, temperature=0.5, seed=3),
+        greedy(frequency_penalty=-0.1),
+        greedy(repetition_penalty=1.01, frequency_penalty=0.01, logit_bias={9: 1.0}),
     ],
     "with grammars": [
         greedy(),

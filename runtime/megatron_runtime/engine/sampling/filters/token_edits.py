@@ -119,8 +119,9 @@ class _ForcedTokens:
         self._thinking = thinking
         self._vocab_size = vocab_size
 
-    def after(self, tokens: Sequence[int], length: int) -> TokenValues:
+    def after(self, tokens: Sequence[int], length: int, num_drafts: int = 0) -> TokenValues:
         """As in RequestEdit."""
+        del num_drafts
         forced = self._thinking.forced(tokens, length)
         if forced is None:
             return NO_VALUES
@@ -138,8 +139,9 @@ class _BadWordsEdit:
             self._last_tokens.setdefault(tuple(start), set()).add(last)
         self._lengths = sorted({len(start) for start in self._last_tokens})
 
-    def after(self, tokens: Sequence[int], length: int) -> TokenValues:
+    def after(self, tokens: Sequence[int], length: int, num_drafts: int = 0) -> TokenValues:
         """As in RequestEdit."""
+        del num_drafts
         excluded: set[int] = set()
         for size in self._lengths:
             if size > length - self._prompt_length:
@@ -155,10 +157,10 @@ class _RepetitionEdit(GrowingEdit):
         super().__init__()
         self._penalty = penalty
 
-    def read(self, tokens: Sequence[int], start: int, end: int) -> None:
+    def changes(self, tokens: Sequence[int], start: int, end: int, *, are_drafts: bool = False) -> dict[int, float]:
         """As in GrowingEdit."""
-        for token in set(tokens[start:end]):
-            self.put(token, self._penalty)
+        del are_drafts
+        return dict.fromkeys(tokens[start:end], self._penalty)
 
 
 class _CountEdit(GrowingEdit):
@@ -174,8 +176,11 @@ class _CountEdit(GrowingEdit):
         super()._restart()
         self._counts: dict[int, int] = {}
 
-    def read(self, tokens: Sequence[int], start: int, end: int) -> None:
+    def changes(self, tokens: Sequence[int], start: int, end: int, *, are_drafts: bool = False) -> dict[int, float]:
         """As in GrowingEdit."""
+        counts: dict[int, int] = {}
         for token in tokens[max(start, self._prompt_length) : end]:
-            count = self._counts[token] = self._counts.get(token, 0) + 1
-            self.put(token, self._presence + self._frequency * count)
+            counts[token] = counts.get(token, self._counts.get(token, 0)) + 1
+        if not are_drafts:
+            self._counts |= counts
+        return {token: self._presence + self._frequency * count for token, count in counts.items()}

@@ -24,9 +24,9 @@ NO_VALUES: TokenValues = np.empty(0, np.int64), np.empty(0, np.float32)
 class RequestEdit(Protocol):
     """The tokens of one request whose logits a filter changes, with a value for each."""
 
-    def after(self, tokens: Sequence[int], length: int) -> TokenValues:
-        """The tokens and values for the token after the first ``length`` tokens. Later calls leave the arrays
-        unchanged."""
+    def after(self, tokens: Sequence[int], length: int, num_drafts: int = 0) -> TokenValues:
+        """The tokens and values for the token after the first ``length`` tokens, the last of which may be drafts.
+        Later calls leave the arrays unchanged."""
 
 
 class Operation(Enum):
@@ -78,7 +78,8 @@ class TokenFilter(LogitsFilter["TokenEdits"], ABC):
         for index, (sequence, length) in enumerate(draws.prefixes):
             edit = self._requests.get(sequence.row) if sequence.row is not None else None
             if edit is not None:
-                found.append((index, edit.after(sequence.tokens, length)))
+                drafts = max(length - sequence.num_known, 0)
+                found.append((index, edit.after(sequence.tokens, length, drafts)))
         sizes = [len(tokens) for _, (tokens, _) in found]
         if not any(sizes):
             return None
@@ -120,9 +121,9 @@ class FixedEdit:
         self._until = until
         self._values = np.array([*values], np.int64), np.array([*values.values()], np.float32)
 
-    def after(self, tokens: Sequence[int], length: int) -> TokenValues:
+    def after(self, tokens: Sequence[int], length: int, num_drafts: int = 0) -> TokenValues:
         """As in RequestEdit."""
-        del tokens
+        del tokens, num_drafts
         return self._values if self._until is None or length < self._until else NO_VALUES
 
 
@@ -139,20 +140,31 @@ class GrowingEdit(ABC):
         self._values = np.empty(_FIRST_CAPACITY, np.float32)
 
     @abstractmethod
-    def read(self, tokens: Sequence[int], start: int, end: int) -> None:
-        """Call ``put`` with the new values for the tokens from ``start`` to ``end``."""
+    def changes(self, tokens: Sequence[int], start: int, end: int, *, are_drafts: bool = False) -> dict[int, float]:
+        """The new values for the tokens from ``start`` to ``end``, by token. Drafts are not counted."""
 
-    def after(self, tokens: Sequence[int], length: int) -> TokenValues:
+    def after(self, tokens: Sequence[int], length: int, num_drafts: int = 0) -> TokenValues:
         """As in RequestEdit."""
-        if length < self._length:
+        known = length - num_drafts
+        if known < self._length:
             self._restart()  # The pass failed, and is repeated.
-        self.read(tokens, self._length, length)
-        self._length = length
+        for token, value in self.changes(tokens, self._length, known).items():
+            self._put(token, value)
+        self._length = known
         size = len(self._slots)
-        return self._tokens[:size], self._values[:size].copy()  # Tokens are only appended, so they need no copy.
+        found = self._tokens[:size], self._values[:size].copy()  # Tokens are only appended, so they need no copy.
+        return self._with_drafts(*found, self.changes(tokens, known, length, are_drafts=True)) if num_drafts else found
 
-    def put(self, token: int, value: float) -> None:
-        """Set the value of a token."""
+    def _with_drafts(
+        self, tokens: NDArray[np.int64], values: NDArray[np.float32], changes: Mapping[int, float]
+    ) -> TokenValues:
+        added = {token: value for token, value in changes.items() if token not in self._slots}
+        for token in changes.keys() - added.keys():
+            values[self._slots[token]] = changes[token]
+        more = np.array([*added], np.int64), np.array([*added.values()], np.float32)
+        return np.concatenate((tokens, more[0])), np.concatenate((values, more[1]))
+
+    def _put(self, token: int, value: float) -> None:
         slot = self._slots.get(token)
         if slot is None:
             slot = self._slots[token] = len(self._slots)
