@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ class GrammarMask:
     """[G], rows of the logits."""
     allowed: NDArray[np.bool_]
     """[G, vocab]."""
-    milliseconds: Mapping[int, int]
+    milliseconds: Mapping[int, int] = field(default_factory=dict)
     """How long the computation took, for rows with at least one."""
 
     def apply_(self, logits: Tensor) -> None:
