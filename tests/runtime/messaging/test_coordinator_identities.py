@@ -24,8 +24,8 @@ WARM_UP = 100
 MOST_GROWTH = 0.2
 """Maximum growth of the coordinator's memory, as a share of it."""
 KEPT_BY_ZEROMQ = 40_000
-"""Bytes of a connection under the identity of an open one, at most: libzmq neither delivers nor frees what it has sent,
-if that arrives before the other connection is closed."""
+"""Bytes by which a connection under the identity of an open one increases the memory, at most. About 10 KB were measured
+with libzmq 4.3 on a busy machine; connections with the same name, but no identity, cost none."""
 
 
 @pytest.mark.repetition
