@@ -24,7 +24,7 @@ WARM_UP = 100
 MOST_GROWTH = 0.2
 """Maximum growth of the coordinator's memory, as a share of it."""
 KEPT_BY_ZEROMQ = 40_000
-"""Bytes by which a connection under the identity of an open one increases the memory, at most. About 10 KB were measured
+"""Bytes by which a connection under the identity of an open one increases the memory, at most. About 10 KB were seen
 with libzmq 4.3 on a busy machine; connections with the same name, but no identity, cost none."""
 
 
