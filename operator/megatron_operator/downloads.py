@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Self
 
 
 class DownloadPhase(StrEnum):
@@ -28,3 +30,13 @@ class ObservedDownload:
     """Why it waits or has failed, or why its last attempt did."""
     failed_at: float | None = None
     """When it failed for good, in seconds since the epoch."""
+
+    @classmethod
+    def completed(cls, job: str, told: str | None) -> Self:
+        """A download that has succeeded, with what it wrote into its termination message."""
+        try:
+            found = json.loads(told or "")
+            size, commit = int(found["bytes"]), str(found.get("commit") or "")
+        except (ValueError, TypeError, KeyError):
+            size, commit = 0, ""
+        return cls(job, DownloadPhase.COMPLETE, size, size, commit)

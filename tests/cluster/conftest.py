@@ -34,6 +34,7 @@ from operator_support.fixtures import (  # noqa: E402, F401
     command_line,
     confined,
     installed,
+    machine,
     node,
     operator,
     ruled,

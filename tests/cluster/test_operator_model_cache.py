@@ -1,13 +1,12 @@
 """The model cache on a real API server with the Job controller, and with the real downloader and real weights."""
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from cluster_support.control_plane import ControlPlane
 from operator_support.api import Api
 from operator_support.process_node import ProcessNode
 from operator_support.questions import ask
@@ -137,18 +136,6 @@ def hub(smollm2_path: Path) -> Iterator[LoopbackHub]:
     """A hub with the small model, which sends half of it until it may finish."""
     with LoopbackHub("owner/model", {smollm2_path.name: smollm2_path.read_bytes()}).serving() as hub:
         yield hub
-
-
-@pytest.fixture
-async def machine(
-    own_control_plane: ControlPlane,  # noqa: ARG001  # a cluster that was given has nodes of its own
-    api: Api,
-    namespace: str,
-    tmp_path: Path,
-) -> AsyncIterator[ProcessNode]:
-    """A node on which pods, also those of downloads, are processes."""
-    async with ProcessNode(api, namespace, tmp_path / "pods", tmp_path) as node:
-        yield node
 
 
 @pytest.mark.model

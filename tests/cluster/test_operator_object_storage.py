@@ -1,12 +1,10 @@
 """A model in object storage: the download of a Job with the keys of a Secret, and real weights."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import openai
 import pytest
-from cluster_support.control_plane import ControlPlane
-from operator_support.api import Api
 from operator_support.process_node import ProcessNode
 from operator_support.questions import ask
 from operator_support.resource import Resource
@@ -21,18 +19,6 @@ def server(smollm2_path: Path) -> Iterator[ObjectServer]:
     with object_server("models") as server:
         server.put("models", {f"smollm2/v1/{smollm2_path.name}": smollm2_path.read_bytes()})
         yield server
-
-
-@pytest.fixture
-async def machine(
-    own_control_plane: ControlPlane,  # noqa: ARG001  # a cluster that was given has nodes of its own
-    api: Api,
-    namespace: str,
-    tmp_path: Path,
-) -> AsyncIterator[ProcessNode]:
-    """A node on which pods, also those of downloads, are processes."""
-    async with ProcessNode(api, namespace, tmp_path / "pods", tmp_path) as node:
-        yield node
 
 
 async def test_a_model_of_a_bucket_is_served(

@@ -5,14 +5,11 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import openai
 import pytest
 import yaml
-from cluster_support.control_plane import ControlPlane
-from operator_support.api import Api
 from operator_support.fixtures import MANIFESTS
 from operator_support.process_node import ProcessNode
 from operator_support.questions import ask, check_requests_wait
@@ -24,19 +21,6 @@ pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 SAMPLE = MANIFESTS / "samples" / "smollm2.yaml"
 OVER_PODS = MANIFESTS / "samples" / "smollm2-over-pods.yaml"
-
-
-@pytest.fixture
-async def machine(
-    own_control_plane: ControlPlane,  # noqa: ARG001  # a cluster that was given has nodes of its own
-    api: Api,
-    namespace: str,
-    tmp_path: Path,
-    smollm2_path: Path,
-) -> AsyncIterator[ProcessNode]:
-    """A node on which pods are processes."""
-    async with ProcessNode(api, namespace, tmp_path / "pods", smollm2_path.parent) as node:
-        yield node
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from megatron_operator.api.quantity import Quantity
 from megatron_operator.api.v1alpha1 import API_VERSION, KIND, VERSION, Device
 from megatron_operator.commands.errors import INSTALL
 from megatron_operator.kubernetes.lease import LeaseName
+from megatron_operator.kubernetes.node_status import node_is_ready
 from megatron_operator.settings import LEASE_VARIABLE
 
 Object = Mapping[str, Any]
@@ -185,7 +186,7 @@ def rights(account: str, denied: Sequence[str], component: str = "operator", fix
 
 def gpus(nodes: Sequence[Object], asked: Iterable[str], resources_on_cpu: bool) -> Iterator[Finding]:
     """``asked`` are the GPU resources that the models of the namespace request."""
-    ready = [node for node in nodes if _is_ready(node)]
+    ready = [node for node in nodes if node_is_ready(node)]
     if not ready:
         yield Finding(Level.MISSING, "nodes", f"none of {len(nodes)} nodes is ready", "see kubectl get nodes")
         return
@@ -206,11 +207,6 @@ def gpus(nodes: Sequence[Object], asked: Iterable[str], resources_on_cpu: bool) 
             yield Finding(Level.WARN, "GPUs", words, "install the device plugin of the GPUs' vendor")
         else:
             yield Finding(Level.OK, "GPUs", f"no node offers {name}, and no model in this namespace requests it")
-
-
-def _is_ready(node: Object) -> bool:
-    conditions = (node.get("status") or {}).get("conditions") or []
-    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
 
 
 def _offered(node: Object, name: str) -> int:

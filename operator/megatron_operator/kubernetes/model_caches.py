@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import http
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from megatron_operator.api.v1alpha1 import API_VERSION, KIND, Cache
 from megatron_operator.control_client import PodReport
 from megatron_operator.downloads import DownloadPhase, ObservedDownload
 from megatron_operator.kubernetes.api_server import ApiServer, ServerRefusal
+from megatron_operator.kubernetes.node_status import node_is_ready
 from megatron_operator.kubernetes.pod_status import download_failure, download_message
 from megatron_operator.observation import Answer
 from megatron_operator.observed_state import PodPhase
@@ -67,7 +67,7 @@ class ModelCaches:
             if refusal.status != http.HTTPStatus.FORBIDDEN:
                 raise
             return None
-        return tuple(sorted(node["metadata"]["name"] for node in found if _is_ready(node)))
+        return tuple(sorted(node["metadata"]["name"] for node in found if node_is_ready(node)))
 
     async def neighbours(self, namespace: str, cache: Cache | None) -> frozenset[str] | None:
         """The sources that the resources of the namespace have in shared caches, or that their pods still read.
@@ -105,9 +105,7 @@ def _download(job: Object, pods: Collection[tuple[Object, Answer]]) -> ObservedD
     latest, answer = ordered[-1] if ordered else ({}, None)
     failures = [words for pod, _ in ordered if (words := download_failure(pod))]
     if "Complete" in ended:
-        result = _result(latest)
-        size = int(result.get("bytes") or 0)
-        return ObservedDownload(name, DownloadPhase.COMPLETE, size, size, str(result.get("commit") or ""))
+        return ObservedDownload.completed(name, _last_words(latest))
     if (failed := ended.get("Failed")) is not None:
         words = failures[-1] if failures else f"{failed.get('reason')}: {failed.get('message')}"
         return ObservedDownload(name, DownloadPhase.FAILED, message=words, failed_at=_time(failed, job))
@@ -129,22 +127,12 @@ def _owner(job: Object, pod: Object) -> bool:
     return any(owner.get("uid") == uid for owner in pod["metadata"].get("ownerReferences") or [])
 
 
-def _result(pod: Object) -> Object:
-    """What a download that has succeeded wrote into its termination message."""
-    for container in (pod.get("status") or {}).get("containerStatuses") or []:
-        ended = (container.get("state") or {}).get("terminated") or {}
-        try:
-            found = json.loads(ended.get("message") or "")
-            return {"bytes": int(found["bytes"]), "commit": found.get("commit")}
-        except (ValueError, TypeError, KeyError):
-            continue
-    return {}
+def _last_words(pod: Object) -> str | None:
+    """The termination message of a pod's only container."""
+    statuses = (pod.get("status") or {}).get("containerStatuses") or [{}]
+    message: str | None = ((statuses[0].get("state") or {}).get("terminated") or {}).get("message")
+    return message
 
 
 def _time(condition: Object, job: Object) -> float:
     return seconds(condition.get("lastTransitionTime") or job["metadata"]["creationTimestamp"])
-
-
-def _is_ready(node: Object) -> bool:
-    conditions = (node.get("status") or {}).get("conditions") or []
-    return any(each.get("type") == "Ready" and each.get("status") == "True" for each in conditions)

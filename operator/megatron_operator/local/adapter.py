@@ -132,18 +132,17 @@ class LocalAdapter:
             await client.close()
 
     def _statuses(self, name: str, namespace: str) -> list[PodStatus]:
-        return [
-            status
-            for status in self.pods.statuses()
-            if status.namespace == namespace and status.labels.get(names.NAME_LABEL) == name
-        ]
+        return self._labelled(names.NAME_LABEL, name, namespace)
 
     def _downloads(self, name: str, namespace: str) -> list[PodStatus]:
         """The pods of download Jobs."""
+        return self._labelled(names.CACHE_LABEL, name, namespace)
+
+    def _labelled(self, label: str, value: str, namespace: str) -> list[PodStatus]:
         return [
             status
             for status in self.pods.statuses()
-            if status.namespace == namespace and status.labels.get(names.CACHE_LABEL) == name
+            if status.namespace == namespace and status.labels.get(label) == value
         ]
 
     def _seen(

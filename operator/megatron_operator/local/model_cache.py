@@ -5,7 +5,6 @@ A download Job is one process, without the retries of a Job controller.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -57,12 +56,7 @@ def with_local_cache(pod: Manifest) -> Manifest:
 def observed_download(status: PodStatus, answer: Answer) -> ObservedDownload:
     """The download of a pod of a Job."""
     if status.phase is PodPhase.SUCCEEDED:
-        try:
-            told = json.loads(status.message)
-            size, commit = int(told["bytes"]), str(told["commit"])
-        except (ValueError, TypeError, KeyError):
-            size, commit = 0, ""
-        return ObservedDownload(status.name, DownloadPhase.COMPLETE, size, size, commit)
+        return ObservedDownload.completed(status.name, status.message)
     if status.phase is PodPhase.FAILED:
         words = read_failure(status.exit_code, status.reason, status.message).message
         return ObservedDownload(status.name, DownloadPhase.FAILED, message=words, failed_at=status.finished_at)

@@ -18,6 +18,7 @@ from megatron_operator.render.command import (
     control_environment,
     hub_token,
 )
+from megatron_operator.render.confinement import confined_container, unprivileged
 from megatron_operator.render.merge import merged
 from megatron_operator.render.metadata import child_metadata, with_applied_hash
 from megatron_operator.render.placement import on_nodes
@@ -149,13 +150,7 @@ def _container(resource: MegatronInference, image: str) -> Json:
             {"name": "cache", "mountPath": CACHE_MOUNT},
             {"name": VOLUME, "mountPath": DOWNLOADS_MOUNT},
         ],
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
-        "terminationMessagePath": names.TERMINATION_LOG,
-        "terminationMessagePolicy": "FallbackToLogsOnError",
+        **confined_container(),
     }
 
 
@@ -179,10 +174,10 @@ def _credentials(resource: MegatronInference) -> Json:
 
 def _security(node: str | None) -> Json:
     """A folder of a node belongs to root, and Kubernetes changes the owner of no folder of a node."""
-    profile = {"seccompProfile": {"type": "RuntimeDefault"}}
-    if node is not None:
-        return {"runAsUser": 0, "runAsGroup": 0, **profile}
-    return {"runAsNonRoot": True, "runAsUser": names.USER, "runAsGroup": names.USER, "fsGroup": names.USER, **profile}
+    of_user = unprivileged()
+    if node is None:
+        return of_user
+    return {"runAsUser": 0, "runAsGroup": 0, "seccompProfile": of_user["seccompProfile"]}
 
 
 def _root_volume(resource: MegatronInference) -> Json:

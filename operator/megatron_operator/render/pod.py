@@ -19,6 +19,7 @@ from megatron_operator.render.command import (
     arguments,
     environment,
 )
+from megatron_operator.render.confinement import confined_container, unprivileged
 from megatron_operator.render.gang import gang_annotations, gang_labels, gang_spec
 from megatron_operator.render.merge import merged, without
 from megatron_operator.render.metadata import child_metadata
@@ -111,13 +112,7 @@ def _spec(resource: MegatronInference, identity: PodIdentity, settings: Settings
     return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": names.USER,
-            "runAsGroup": names.USER,
-            "fsGroup": names.USER,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": unprivileged(),
         "volumes": _volumes(resource),
         "containers": [_container(resource, identity, settings)],
         **pod_claims(resource),
@@ -146,13 +141,7 @@ def _container(resource: MegatronInference, identity: PodIdentity, settings: Set
         "ports": _ports(identity),
         "resources": container_resources(resource, identity.index),
         "volumeMounts": _mounts(resource),
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
-        "terminationMessagePath": names.TERMINATION_LOG,
-        "terminationMessagePolicy": "FallbackToLogsOnError",
+        **confined_container(),
         **_probes(),
     }
 

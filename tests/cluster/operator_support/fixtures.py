@@ -10,6 +10,7 @@ from cluster_support.control_plane import ControlPlane
 from operator_support.api import Api
 from operator_support.command_line import CommandLine
 from operator_support.operator_process import OperatorProcess, in_the_place_of
+from operator_support.process_node import ProcessNode
 from operator_support.resource import Resource
 from operator_support.scripted_node import ScriptedNode
 
@@ -104,6 +105,19 @@ async def node(own_control_plane: ControlPlane, api: Api, namespace: str) -> Asy
 async def stage(own_control_plane: ControlPlane, api: Api, namespace: str) -> AsyncIterator[ScriptedNode]:  # noqa: ARG001
     """A simulated node whose pods the test controls."""
     async with ScriptedNode(api, namespace, by_itself=False) as node:
+        yield node
+
+
+@pytest.fixture
+async def machine(
+    own_control_plane: ControlPlane,  # noqa: ARG001  # a cluster that was given has nodes of its own
+    api: Api,
+    namespace: str,
+    tmp_path: Path,
+    smollm2_path: Path,
+) -> AsyncIterator[ProcessNode]:
+    """A node on which pods, also those of downloads, are processes. They have SmolLM2 in /models."""
+    async with ProcessNode(api, namespace, tmp_path / "pods", smollm2_path.parent) as node:
         yield node
 
 

@@ -54,6 +54,14 @@ class Part(BaseModel):
     )
 
 
+def require_one(part: Part, message: str) -> None:
+    """Raises ValueError, which begins with ``message``, unless exactly one field of a part is set."""
+    given = [field.alias for name, field in type(part).model_fields.items() if getattr(part, name) is not None]
+    if len(given) != 1:
+        fix = f"not {' and '.join(map(str, given))}: remove all but one" if given else "and none is set: set one"
+        raise ValueError(f"{message}, {fix}")
+
+
 class Report(BaseModel):
     """A part of the status. Only the operator writes it; unknown fields are ignored."""
 

@@ -8,7 +8,7 @@ from typing import Self
 from pydantic import ConfigDict, Field, model_validator
 
 from megatron_operator.api.quantity import MemorySize
-from megatron_operator.api.v1alpha1.base import AbsolutePath, DnsName, LabelValue, Part
+from megatron_operator.api.v1alpha1.base import AbsolutePath, DnsName, LabelValue, Part, require_one
 
 ONE_PLACE = "exactly one of claimName, volumeClaim and hostPath must say where the cache is"
 ONE_CHOICE = "exactly one of nodes and nodeSelector must say which nodes get the model"
@@ -93,8 +93,5 @@ class Cache(Part):
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
-        given = [field.alias for name, field in type(self).model_fields.items() if getattr(self, name) is not None]
-        if len(given) != 1:
-            fix = f"not {' and '.join(map(str, given))}: remove all but one" if given else "and none is set: set one"
-            raise ValueError(f"{ONE_PLACE}, {fix}")
+        require_one(self, ONE_PLACE)
         return self

@@ -16,6 +16,7 @@ from megatron_operator.api.v1alpha1.base import (
     Part,
     Text,
     misplaced,
+    require_one,
 )
 from megatron_operator.api.v1alpha1.cache import Cache
 from megatron_operator.api.v1alpha1.operations import ImagePullPolicy
@@ -132,10 +133,7 @@ class Source(Part):
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
-        given = [field.alias for name, field in type(self).model_fields.items() if getattr(self, name) is not None]
-        if len(given) != 1:
-            fix = f"not {' and '.join(map(str, given))}: remove all but one" if given else "and none is set: set one"
-            raise ValueError(f"{ONE_SOURCE}, {fix}")
+        require_one(self, ONE_SOURCE)
         return self
 
 
