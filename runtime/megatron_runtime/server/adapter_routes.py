@@ -9,17 +9,11 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron_runtime.errors import (
-    AdapterNotFoundError,
-    CheckpointError,
-    CoordinatorError,
-    InvalidRequestError,
-    TransitionTimeoutError,
-)
+from megatron_runtime.errors import AdapterNotFoundError, CheckpointError, InvalidRequestError
 from megatron_runtime.sampling_params import LONGEST_NAME
-from megatron_runtime.server.cross_origin import is_cross_origin
+from megatron_runtime.server.control_requests import control
 from megatron_runtime.server.documentation import answers
-from megatron_runtime.server.errors import ApiError, unavailable
+from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.frontend_context import FrontendContext
 
 LOAD_SECONDS = 120.0
@@ -66,17 +60,13 @@ def adapter_routes(frontend: FrontendContext) -> APIRouter:
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def done(request: Request, act: Callable[[], Awaitable[None]]) -> None:
-        if is_cross_origin(request.headers):
-            raise ApiError(403, "pages from elsewhere can't control the service", code="cross_origin")
         try:
-            await act()
+            await control(request, act)
         except AdapterNotFoundError as error:
             raise ApiError(404, f"lora_name: {error}", param="lora_name", code="adapter_not_found") from error
         except InvalidRequestError as error:
             raise ApiError(400, f"lora_name: {error}", param="lora_name") from error
         except CheckpointError as error:
             raise ApiError(400, f"lora_path: {error}", param="lora_path", code="invalid_adapter") from error
-        except (TransitionTimeoutError, CoordinatorError) as error:
-            raise unavailable(str(error), retry_after=5) from error
 
     return router

@@ -18,9 +18,9 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from megatron_runtime.errors import CoordinatorError, InvalidStateError, TransitionTimeoutError
+from megatron_runtime.errors import CoordinatorError
 from megatron_runtime.headers import EngineState
-from megatron_runtime.server.cross_origin import is_cross_origin
+from megatron_runtime.server.control_requests import control
 from megatron_runtime.server.documentation import answers
 from megatron_runtime.server.endpoint_picker_metrics import EndpointPickerMetrics
 from megatron_runtime.server.errors import ApiError, unavailable
@@ -93,15 +93,8 @@ async def _service(frontend: FrontendContext) -> ServiceState:
 
 
 async def _done(request: Request, act: Callable[[], Awaitable[None]]) -> Response:
-    """An empty response when the engines have done it. The client sends a signal as soon as ``act`` is called."""
-    if is_cross_origin(request.headers):
-        raise ApiError(403, "pages from elsewhere can't control the service", code="cross_origin")
-    try:
-        await act()
-    except InvalidStateError as error:
-        raise ApiError(409, str(error), code="invalid_state") from error
-    except (TransitionTimeoutError, CoordinatorError) as error:
-        raise unavailable(str(error), retry_after=5) from error
+    """An empty response when the engines have done it."""
+    await control(request, act)
     return Response()
 
 

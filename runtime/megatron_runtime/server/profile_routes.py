@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from megatron_runtime.errors import CoordinatorError
-from megatron_runtime.server.cross_origin import is_cross_origin
+from megatron_runtime.server.control_requests import refuse_cross_origin
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.frontend_context import FrontendContext
 
@@ -19,21 +19,15 @@ def profile_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
 
     @router.post("/start_profile")
     async def start_profile(request: Request) -> dict[str, str]:
-        _refuse_cross_origin(request)
+        refuse_cross_origin(request)
         return await _send(frontend, "start")
 
     @router.post("/stop_profile")
     async def stop_profile(request: Request) -> dict[str, str]:
-        _refuse_cross_origin(request)
+        refuse_cross_origin(request)
         return await _send(frontend, "stop")
 
     return router
-
-
-def _refuse_cross_origin(request: Request) -> None:
-    """Browsers send a POST without a body for any page, and only hide the answer from it."""
-    if is_cross_origin(request.headers):
-        raise ApiError(http.HTTPStatus.FORBIDDEN, "pages from elsewhere can't control the service", code="cross_origin")
 
 
 async def _send(frontend: FrontendContext, action: str) -> dict[str, str]:
