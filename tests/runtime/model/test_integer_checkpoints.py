@@ -11,6 +11,7 @@ import pytest
 import torch
 from runtime_support import model_scenarios
 from runtime_support.quantized_safetensors import (
+    LLAMA,
     Quantize,
     QuantizedPair,
     assert_same_weights,
@@ -32,14 +33,6 @@ from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model, open_checkpoint
 from megatron_runtime.parallel.layout import ParallelSizes
 
-LLAMA = {
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 24,
-    "num_hidden_layers": 2,
-}
 SQUARE = {
     "hidden_size": 64,
     "intermediate_size": 64,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from runtime_support.adapters import LINEAR, merged, write_adapter
+from runtime_support.family_models import SIZES
 from runtime_support.model_scenarios import adapt
 from runtime_support.rank_processes import run_ranks
 from runtime_support.reference_models import CLOSE, logits_of, new_model
@@ -22,15 +23,6 @@ from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.refit import offload_weights, restore_weights, update_weights
 from megatron_runtime.parallel.layout import ParallelSizes
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
 FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "llama": ("Llama", {}, LINEAR),
     "attention alone": ("Llama", {"attention_bias": True, "mlp_bias": True}, ("q_proj", "v_proj")),

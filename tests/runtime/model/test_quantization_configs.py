@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from runtime_support.quantized_safetensors import (
+    LLAMA,
     assert_same_weights,
     compressed_config,
     edit_tensors,
@@ -22,14 +23,6 @@ from safetensors.torch import load_file, save_file
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import inspect_checkpoint
 
-LLAMA = {
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 24,
-    "num_hidden_layers": 2,
-}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 UP = "model.layers.1.mlp.up_proj"
 

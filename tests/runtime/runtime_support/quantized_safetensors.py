@@ -18,6 +18,15 @@ from megatron_runtime.model.checkpoint import load_model
 Tensors = dict[str, Tensor]
 Quantize = Callable[[Tensor], tuple[Tensors, Tensor]]
 """From a matrix [out, in] to its stored tensors, by the ends of their names, and the float64 weights that they mean."""
+LLAMA = {
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "num_hidden_layers": 2,
+}
+"""Sizes of a model whose matrices have different shapes, multiples of 32."""
 _PLAIN = re.compile(r"(embed_tokens|lm_head|norm|mlp\.gate|router|block_sparse_moe\.gate)\.weight$")
 
 

@@ -62,14 +62,13 @@ def verify(folder: Path, files: Sequence[RemoteFile]) -> None:
     """
     for file in files:
         path = folder / file.name
-        found, stated = path.stat().st_size, file.size
-        if found == stated:
-            if not file.is_verifiable or _checksum(path, file.etag) == file.etag:
-                continue
+        if (found := path.stat().st_size) != file.size:
+            difference = f"has {found} bytes, but the hub states {file.size}"
+        elif file.is_verifiable and (checksum := _checksum(path, file.etag)) != file.etag:
             kind = "sha256" if _SHA256.fullmatch(file.etag) else "git's sha1"
-            difference = f"{kind} is {_checksum(path, file.etag)}, but the hub states {file.etag}"
+            difference = f"{kind} is {checksum}, but the hub states {file.etag}"
         else:
-            difference = f"has {found} bytes, but the hub states {stated}"
+            continue
         path.unlink()
         raise CheckpointError(f"{file.name}: {difference}; the file was removed, and the next attempt fetches it again")
 

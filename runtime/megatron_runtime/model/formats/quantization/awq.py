@@ -16,11 +16,12 @@ from megatron_runtime.model.formats.quantization.kept_codes import coding_of
 from megatron_runtime.model.formats.quantization.stored_matrix import (
     CONFIG,
     REMEDY,
-    SCALE_TYPES,
     QuantizedPart,
     Shape,
     StoredMatrix,
     StoredModule,
+    blocks_of,
+    check_transposed,
 )
 
 if TYPE_CHECKING:
@@ -62,10 +63,9 @@ class AwqMatrix:
         """As in StoredMatrix."""
         import torch  # Imported here, because reading the header does not need it.
 
-        groups = range(columns.start // self.width, -(-columns.stop // self.width))
+        groups, of_columns = blocks_of(columns, self.width)
         codes, zeros = self._read("qweight", columns, rows), self._read("qzeros", groups, rows)
         scales = self.module.read("scales", torch.float32, groups, rows)
-        of_columns = torch.arange(columns.start, columns.stop) // self.width - groups.start
         return QuantizedPart(codes.t(), scales.t(), zeros.t().float(), of_columns)
 
     def _read(self, ending: str, across: range, rows: range) -> Tensor:
@@ -89,14 +89,7 @@ class AwqCheckpoint:
     def matrix(self, module: StoredModule) -> StoredMatrix:
         """As in Quantization."""
         columns, words = module.matrix_shape("qweight")
-        width = columns if self.group_size == -1 else self.group_size
-        groups, by = -(-columns // width), f"{CONFIG}.group_size"
-        module.check("scales", (groups, words * _PER_WORD), by)
-        module.check("qzeros", (groups, words), by)
-        module.check_type("scales", SCALE_TYPES)
-        for ending in ("qweight", "qzeros"):
-            module.check_type(ending, ("I32",))
-        return AwqMatrix(module, width)
+        return AwqMatrix(module, check_transposed(module, (words * _PER_WORD, columns), words, self.group_size))
 
 
 def awq_checkpoint(fields: ConfigFields) -> AwqCheckpoint:

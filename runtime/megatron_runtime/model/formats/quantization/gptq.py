@@ -23,11 +23,12 @@ from megatron_runtime.model.formats.quantization.kept_codes import coding_of
 from megatron_runtime.model.formats.quantization.stored_matrix import (
     CONFIG,
     REMEDY,
-    SCALE_TYPES,
     QuantizedPart,
     Shape,
     StoredMatrix,
     StoredModule,
+    blocks_of,
+    check_transposed,
 )
 
 if TYPE_CHECKING:
@@ -51,9 +52,8 @@ class GptqMatrix:
     @property
     def shape(self) -> Shape:
         """Rows and columns."""
-        return self.module.tensor("qweight").shape[1], self.module.tensor("qweight").shape[
-            0
-        ] * WORD // self.settings.bits
+        words, rows = self.module.tensor("qweight").shape
+        return rows, words * WORD // self.settings.bits
 
     @property
     def kind(self) -> str:
@@ -80,8 +80,7 @@ class GptqMatrix:
         if "g_idx" in self.module.tensors:
             groups = group_index(self.module, "g_idx", columns, len(grid))
         if groups is None:
-            grid = range(columns.start // self.width, -(-columns.stop // self.width))
-            groups = torch.arange(columns.start, columns.stop) // self.width - grid.start
+            grid, groups = blocks_of(columns, self.width)
         scales = self.module.read("scales", torch.float32, grid, rows).t()
         words, within = words_of(rows, bits)
         zeros = unpack(self.module.read("qzeros", torch.int32, grid, words), bits)[:, within].t()
@@ -109,13 +108,7 @@ class GptqCheckpoint:
         """As in Quantization."""
         stored = module.matrix_shape("qweight")
         rows, columns = stored[1], stored[0] * WORD // self.bits
-        width = columns if self.group_size == -1 else self.group_size
-        groups, by = -(-columns // width), f"{CONFIG}.group_size"
-        module.check("scales", (groups, rows), by)
-        module.check("qzeros", (groups, num_words(rows, self.bits)), by)
-        module.check_type("scales", SCALE_TYPES)
-        for ending in ("qweight", "qzeros"):
-            module.check_type(ending, ("I32",))
+        width = check_transposed(module, (rows, columns), num_words(rows, self.bits), self.group_size)
         if self.in_any_order or "g_idx" in module.tensors:
             module.check("g_idx", (columns,), f"{CONFIG}.bits")
         return GptqMatrix(module, width, self)

@@ -145,6 +145,40 @@ class StoredModule:
         return into
 
 
+def blocks_of(span: range, size: int) -> tuple[range, Tensor]:
+    """The blocks of ``size`` rows or columns that a span touches, and int64 [len(span)]: which of them each is in."""
+    import torch  # Imported here, because reading the header does not need it.
+
+    blocks = range(span.start // size, -(-span.stop // size))
+    return blocks, torch.arange(span.start, span.stop) // size - blocks.start
+
+
+def check_transposed(module: StoredModule, shape: Shape, words: int, group_size: int) -> int:
+    """Check ``qzeros`` and ``scales`` of a transposed matrix [rows, columns], as GPTQ and AWQ store it.
+
+    Args:
+        module: Its tensors.
+        shape: Rows and columns.
+        words: The columns of ``qzeros``.
+        group_size: Columns of a group; -1: all.
+
+    Returns:
+        Columns of a group.
+
+    Raises:
+        CheckpointError: A tensor is missing, or has another shape or type.
+    """
+    rows, columns = shape
+    width = columns if group_size == -1 else group_size
+    groups, by = -(-columns // width), f"{CONFIG}.group_size"
+    module.check("scales", (groups, rows), by)
+    module.check("qzeros", (groups, words), by)
+    module.check_type("scales", SCALE_TYPES)
+    for ending in ("qweight", "qzeros"):
+        module.check_type(ending, ("I32",))
+    return width
+
+
 @dataclass(frozen=True)
 class ScaleGrid:
     """Scales, or zero points, one for each block of a matrix [rows, columns]."""
@@ -187,11 +221,7 @@ class ScaleGrid:
         """float32 [rows, groups] with the numbers of some rows, and int64 [columns] with the group of each column."""
         import torch
 
-        down, across = (
-            range(span.start // size, -(-span.stop // size))
-            for span, size in zip((rows, columns), self.block, strict=True)
-        )
+        (down, in_grid), (across, groups) = (blocks_of(*each) for each in zip((rows, columns), self.block, strict=True))
         spans = (down, across)[: len(self.module.tensor(self.ending).shape)]
         grid = self.module.read(self.ending, torch.float32, *spans).reshape(len(down), len(across))
-        in_grid = torch.arange(rows.start, rows.stop) // self.block[0] - down.start
-        return grid[in_grid], torch.arange(columns.start, columns.stop) // self.block[1] - across.start
+        return grid[in_grid], groups
