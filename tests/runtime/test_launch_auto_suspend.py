@@ -12,7 +12,7 @@ from megatron_runtime.headers import Headers
 from megatron_runtime.launch.auto_suspend import AutoSuspend
 from megatron_runtime.wire.service_state import EngineView, ServiceState
 
-ENGINE = EngineView(0, 0, "RUNNING", 0, 0, 8, 0, 0, 0, 0.0, 0, 0, 0, draining=False, ready=True)
+ENGINE = EngineView(0, 0, "RUNNING", 0, 0, 8, 0, 0, 0, 0.0, 0, draining=False, ready=True)
 IDLE = ServiceState("RUNNING", 1, "epoch", (ENGINE,), 0, 0, 0, 0)
 REACHED = {
     Headers.PAUSE: "PAUSED",

@@ -172,6 +172,9 @@ class RequestFailure(NamedTuple):
         return cls(uuid_bytes(uuid), text(kind, "kind"), text(message, "message"))
 
 
+_FIELDS_WITHOUT_DRAFTS = 8
+
+
 class EngineLoad(NamedTuple):
     """engine -> coordinator: the load of the engine."""
 
@@ -194,8 +197,13 @@ class EngineLoad(NamedTuple):
 
     @classmethod
     def parse(cls, raw: Any) -> EngineLoad:
-        values = zip(cls._fields, fields(raw, len(cls._fields), "engine load"), strict=True)
+        whole = [*raw, 0, 0] if type(raw) is list and len(raw) == _FIELDS_WITHOUT_DRAFTS else raw
+        values = zip(cls._fields, fields(whole, len(cls._fields), "engine load"), strict=True)
         return cls._make((seconds if name == "step_seconds" else natural)(value, name) for name, value in values)
+
+    def wire(self) -> Sequence[Any]:
+        """The fields; without drafts, those that earlier versions accept too."""
+        return self if self.draft_tokens else self[:_FIELDS_WITHOUT_DRAFTS]
 
 
 class AdapterEntry(NamedTuple):
@@ -275,7 +283,7 @@ class Registration(NamedTuple):
     def wire(self) -> Sequence[Any]:
         """The arguments of a REGISTER message; without adapters, those that earlier versions accept too."""
         count = len(self) - (self.adapters == AdapterReport())
-        return (*self[:3], self.state.value, *self[4:count])
+        return (*self[:3], self.state.value, *self[4:6], self.load.wire(), *self[7:count])
 
 
 def engine_state(value: Any) -> EngineState:

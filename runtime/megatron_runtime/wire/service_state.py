@@ -31,13 +31,13 @@ class EngineView:
     """How long the current step had been running at the time of the report."""
     weight_version: int
     """Number of weight updates."""
-    draft_tokens: int
-    """Tokens drafted since this engine started."""
-    accepted_draft_tokens: int
-    """Those that were the sampled tokens."""
     draining: bool
     ready: bool
     """Whether it has reached the state of the service and gets requests."""
+    draft_tokens: int = 0
+    """Tokens drafted since this engine started."""
+    accepted_draft_tokens: int = 0
+    """Those that were the sampled tokens."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,13 @@ class ServiceState:
     """In the order of their names."""
 
     def serialize(self) -> dict[str, Any]:
-        """As plain maps and lists; without adapters, as earlier versions read it too."""
+        """As plain maps and lists; without adapters and drafts, as earlier versions read it too."""
         content = asdict(self)
         if not self.adapters:
             del content["adapters"]
+        for view in content["engines"]:
+            if not view["draft_tokens"]:
+                del view["draft_tokens"], view["accepted_draft_tokens"]
         return content
 
     @classmethod

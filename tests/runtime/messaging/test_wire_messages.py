@@ -89,6 +89,28 @@ def test_a_registration_survives_encoding_and_decoding() -> None:
     assert Registration.parse(codec.decode(codec.encode(Headers.REGISTER, *registration.wire()))) == registration
 
 
+def test_an_engine_without_drafts_and_adapters_registers_as_earlier_versions_do() -> None:
+    load = EngineLoad(1, 2, 3, 4, 5, 6, 0.5, 7)
+    registration = Registration(3, 2, "abc", EngineState.PAUSED, True, [bytes(16)], load, "/models/7")
+    message = codec.decode(codec.encode(Headers.REGISTER, *registration.wire()))
+    assert message.args == [3, 2, "abc", "PAUSED", True, [bytes(16)], [1, 2, 3, 4, 5, 6, 0.5, 7], "/models/7"]
+    assert Registration.parse(message) == registration
+
+
+@pytest.mark.parametrize("count", [7, 9, 11])
+def test_a_load_with_another_number_of_fields_is_malformed(count: int) -> None:
+    with pytest.raises(codec.MalformedMessage, match="engine load is not a list of 10 fields"):
+        EngineLoad.parse([0] * count)
+
+
+def test_the_state_of_engines_without_drafts_is_that_of_earlier_versions() -> None:
+    (view,) = service_state()["engines"]
+    assert not {"draft_tokens", "accepted_draft_tokens"} & view.keys()
+    assert "adapters" not in service_state()
+    drafting = service_state(engines=({**view, "draft_tokens": 9, "accepted_draft_tokens": 4},))
+    assert ServiceState.deserialize(drafting).serialize() == drafting
+
+
 def test_a_body_that_is_too_large_is_refused_before_it_is_sent() -> None:
     with pytest.raises(ValueError, match="the limit is"):
         RequestBody("x" * (codec.MAX_BODY_BYTES + 1), {}).pack()

@@ -21,7 +21,7 @@ NAMES = {
 
 
 def engine(group: int, running: int, waiting: int, used: int, total: int) -> EngineView:
-    return EngineView(group, 0, "RUNNING", running, waiting, total, used, 0, 0, 0.0, 0, 0, 0, False, True)
+    return EngineView(group, 0, "RUNNING", running, waiting, total, used, 0, 0, 0.0, 0, False, True)
 
 
 def exposed(*engines: EngineView, unassigned: int = 0) -> dict[str, tuple[dict[str, str], float]]:

@@ -181,6 +181,6 @@ class CoordinatorConnection:
             await asyncio.sleep(HEARTBEAT_SECONDS)
             if self.registered.is_set():
                 state, _, _, load, *_ = self._describe()
-                self._dealer.send(Headers.HEARTBEAT, state.value, load)
+                self._dealer.send(Headers.HEARTBEAT, state.value, load.wire())
             elif self._registering_since is not None:
                 self._register_again()
