@@ -202,8 +202,8 @@ class InferenceConfig(UnavailableSettings):
         for name in ("kv_cache_memory_bytes", "max_requests", "max_tokens", "max_sequence_length"):
             if getattr(self, name) is not None:
                 self._require_whole(name)
-        if self.num_speculative_tokens or isinstance(self.num_speculative_tokens, bool | float):
-            self._require_whole("num_speculative_tokens", "a whole number of at least 0")
+        for name in ("num_speculative_tokens", "logging_step_interval"):
+            self._require_whole(name, least=0)
         for name in ("buffer_size_gb", "request_timeout"):
             if getattr(self, name) is not None:
                 self._require_positive(name)
@@ -229,12 +229,6 @@ class InferenceConfig(UnavailableSettings):
             )
 
     def _check_metrics(self) -> None:
-        interval = self.logging_step_interval
-        if not isinstance(interval, int) or isinstance(interval, bool) or interval < 0:
-            raise ConfigurationError(
-                f"logging_step_interval={interval!r} must be a whole number of at least 0",
-                field="logging_step_interval",
-            )
         if self.metrics_writer is None:
             return
         if not callable(getattr(self.metrics_writer, "log", None)):
@@ -242,7 +236,7 @@ class InferenceConfig(UnavailableSettings):
                 f"metrics_writer={self.metrics_writer!r} has no method log(figures); use the module wandb, or None",
                 field="metrics_writer",
             )
-        if interval == 0:
+        if self.logging_step_interval == 0:
             raise ConfigurationError(
                 "metrics_writer has no effect with logging_step_interval=0; set logging_step_interval",
                 field="metrics_writer",
@@ -261,9 +255,10 @@ class InferenceConfig(UnavailableSettings):
         if value not in known:
             raise ConfigurationError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}", field=name)
 
-    def _require_whole(self, name: str, allowed: str = "a whole number of at least 1") -> None:
+    def _require_whole(self, name: str, allowed: str | None = None, *, least: int = 1) -> None:
         value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            allowed = allowed or f"a whole number of at least {least}"
             raise ConfigurationError(f"{name}={value!r} must be {allowed}", field=name)
 
     def _require_positive(self, name: str) -> None:

@@ -229,14 +229,16 @@ def _update_weights(core: Core, peer: bytes, message: Message) -> None:
 def _weights_updated(core: Core, peer: bytes, message: Message) -> None:
     engine = _engine(core, peer)
     version, error = arguments(message, 2)
-    if core.weights.engine_reports(engine, natural(version, "version"), text(error, "error")):
+    fits = core.weights.engine_reports(engine, natural(version, "version"), text(error, "error"))
+    _steer_or_refuse(core, engine, None if fits else f"it can't load the weights of the other engines: {error}")
+
+
+def _steer_or_refuse(core: Core, engine: EngineEntry, reason: str | None) -> None:
+    """Continue with an engine that has reported, or refuse it for a reason."""
+    if reason is None:
         core.lifecycle.touch()
         core.lifecycle.steer(engine, core.clock())
         return
-    _refuse_engine(core, engine, f"it can't load the weights of the other engines: {error}")
-
-
-def _refuse_engine(core: Core, engine: EngineEntry, reason: str) -> None:
     logger.warning("refused %s: %s", engine.name, reason)
     core.lose_engine(engine.identity, reason)
     core.outbox.put(engine.identity, Headers.REGISTER_REFUSED, reason)
@@ -261,13 +263,10 @@ def _change_adapters(core: Core, peer: bytes, message: Message) -> None:
 def _adapters_assigned(core: Core, peer: bytes, message: Message) -> None:
     engine = _engine(core, peer)
     version, error = arguments(message, 2)
-    if core.adapters.engine_reports(engine, natural(version, "version"), text(error, "error")):
-        # The next assignment, if there is one, need not wait until this one would be repeated.
-        engine.signal = None
-        core.lifecycle.touch()
-        core.lifecycle.steer(engine, core.clock())
-        return
-    _refuse_engine(core, engine, f"it can't load the adapters of the other engines: {error}")
+    fits = core.adapters.engine_reports(engine, natural(version, "version"), text(error, "error"))
+    if fits:
+        engine.signal = None  # The next assignment, if there is one, need not wait until this one would be repeated.
+    _steer_or_refuse(core, engine, None if fits else f"it can't load the adapters of the other engines: {error}")
 
 
 def _service_state(core: Core, peer: bytes, message: Message) -> None:

@@ -212,8 +212,8 @@ class PassRunner:
         if NO_TOKEN not in tokens:
             return {}
         guides = (self._requests[part.sequence.request_id].guide for part in slices if part.samples)
-        failed = zip(range(len(tokens)), tokens, guides, strict=True)
-        return {row: guide.failure for row, token, guide in failed if token == NO_TOKEN and guide and guide.failure}
+        rows = enumerate(zip(tokens, guides, strict=True))
+        return {row: guide.failure for row, (token, guide) in rows if token == NO_TOKEN and guide and guide.failure}
 
     def _settle(self, done: _Pass) -> None:
         output = done.output()

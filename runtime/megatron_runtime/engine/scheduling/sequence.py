@@ -65,10 +65,9 @@ class Sequence:
         """Lower values are served first."""
         return self.priority, self.arrival
 
-    @property
-    def num_known(self) -> int:
-        """Number of tokens without drafts."""
-        return len(self.tokens) - self.num_drafts
+    def drafts_within(self, length: int) -> int:
+        """How many of the first ``length`` tokens are drafts."""
+        return max(length - (len(self.tokens) - self.num_drafts), 0)
 
     @property
     def num_left(self) -> int:

@@ -57,7 +57,7 @@ class GrammarFilter(LogitsFilter[GrammarMask]):
         for index, (sequence, length) in enumerate(draws.prefixes):
             guide = self._guides.get(sequence.row) if sequence.row is not None else None
             if guide is not None:
-                drafts = max(length - sequence.num_known, 0)
+                drafts = sequence.drafts_within(length)
                 found[index] = guide.after(sequence.tokens, length, self._vocab_size, num_drafts=drafts)
                 if guide.mask_milliseconds:
                     times[index] = guide.mask_milliseconds

@@ -78,8 +78,7 @@ class TokenFilter(LogitsFilter["TokenEdits"], ABC):
         for index, (sequence, length) in enumerate(draws.prefixes):
             edit = self._requests.get(sequence.row) if sequence.row is not None else None
             if edit is not None:
-                drafts = max(length - sequence.num_known, 0)
-                found.append((index, edit.after(sequence.tokens, length, drafts)))
+                found.append((index, edit.after(sequence.tokens, length, sequence.drafts_within(length))))
         sizes = [len(tokens) for _, (tokens, _) in found]
         if not any(sizes):
             return None
