@@ -281,6 +281,8 @@ class Dispatcher:
         entry.dispatch = self._dispatches
         entry.engine = engine.identity
         engine.owned.add(entry.uuid)
+        # An earlier run's acknowledgement that arrived after the assignment would end this run.
+        self._outbox.withdraw(engine.identity, Headers.REPLY_ACK, entry.uuid)
         assignment = Assignment(entry.uuid, entry.dispatch, entry.streaming, entry.token_count, withheld)
         self._outbox.add(engine.identity, Headers.SUBMIT_REQUEST, assignment, body)
 

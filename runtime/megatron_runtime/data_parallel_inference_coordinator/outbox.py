@@ -18,7 +18,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._pending: dict[bytes, list[_Pending]] = {}
-        self._deferred: dict[tuple[bytes, Headers], list[Any]] = {}
+        self._deferred: dict[tuple[bytes, Headers], dict[Any, None]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._pending)
@@ -42,10 +42,14 @@ class Outbox:
 
     def defer(self, peer: bytes, header: Headers, item: Any) -> None:
         """Add one item without a body that is not urgent: it is sent with others, or after the next `release`."""
-        items = self._deferred.setdefault((peer, header), [])
-        items.append(item)
+        items = self._deferred.setdefault((peer, header), {})
+        items[item] = None
         if len(items) >= DEFERRED_BATCH:
             self._move(peer, header)
+
+    def withdraw(self, peer: bytes, header: Headers, item: Any) -> None:
+        """Do not send a deferred item."""
+        self._deferred.get((peer, header), {}).pop(item, None)
 
     def release(self) -> None:
         """Send the deferred items."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from typing import Any
 
 import pytest
 from messaging_support.fake_engine import FakeEngine, expected_tokens
@@ -142,3 +143,22 @@ async def test_a_request_that_is_submitted_again_right_after_it_ended_is_answere
     (outcome,) = await asyncio.gather(lost, return_exceptions=True)
     assert isinstance(outcome, asyncio.CancelledError | CoordinatorError)
     assert entry(fleet) is None
+
+
+async def test_acknowledgements_of_earlier_runs_do_not_end_the_run_of_a_request_that_is_submitted_again(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator sends acknowledgements from time to time; here, just after it has assigned a request."""
+    submit = dispatcher.Dispatcher.submit
+
+    def submit_and_acknowledge(self: dispatcher.Dispatcher, *args: Any) -> None:
+        submit(self, *args)
+        self._outbox.release()
+
+    monkeypatch.setattr(dispatcher.Dispatcher, "submit", submit_and_acknowledge)
+    fleet.add_engine(FakeEngine(step_seconds=0.005))
+    client = await fleet.connect()
+    await fleet.ready(client, 1)
+    for _ in range(5):
+        result = await asyncio.wait_for(client.add_request("hello", PARAMS, request_uuid=NAME), 10)
+        assert result.generated_tokens == expected_tokens("hello", PARAMS)

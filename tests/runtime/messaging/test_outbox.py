@@ -44,6 +44,16 @@ def test_deferred_items_are_sent_when_there_are_enough() -> None:
     assert taken(outbox) == [(b"a", Headers.REPLY_ACK, DEFERRED_BATCH)]
 
 
+def test_a_deferred_item_that_is_withdrawn_is_not_sent() -> None:
+    outbox = Outbox()
+    outbox.withdraw(b"a", Headers.REPLY_ACK, b"1")
+    outbox.defer(b"a", Headers.REPLY_ACK, b"1")
+    outbox.defer(b"a", Headers.REPLY_ACK, b"2")
+    outbox.withdraw(b"a", Headers.REPLY_ACK, b"1")
+    outbox.release()
+    assert taken(outbox) == [(b"a", Headers.REPLY_ACK, 1)]
+
+
 def test_messages_for_a_lost_peer_are_discarded() -> None:
     outbox = Outbox()
     outbox.add(b"a", Headers.REPLY_ACK, b"1")
