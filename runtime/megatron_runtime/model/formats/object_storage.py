@@ -24,6 +24,7 @@ THREADS = 4
 PART = 8 << 20
 NOTES = ".cache"
 """Folder for the ETags of complete files, as that of the hub's library."""
+CHANGED = "an object changed while it was downloaded. Start again"
 MISSING = "the library obstore is not installed. Install it: pip install 'megatron-inference[object-storage]'"
 
 
@@ -45,10 +46,11 @@ def object_files(uri: str) -> Sequence[RemoteFile]:
             found = [obstore.head(store, part.as_posix()) for part in gguf_parts(PurePosixPath(file))]
         else:
             found = [each for batch in obstore.list(store) for each in batch]
-    names = [str(each["path"]) for each in found if not str(each["path"]).endswith("/")]
+    names = [str(each["path"]) for each in found]
     if unsafe := [name for name in names if ".." in PurePosixPath(name).parts or name.startswith("/")]:
         raise CheckpointError(f"{uri}: has the object {unsafe[0]}, which leads out of its folder. Rename it")
-    return [RemoteFile(str(each["path"]), int(each["size"]), str(each["e_tag"] or ""), "") for each in found]
+    files = [RemoteFile(str(each["path"]), int(each["size"]), str(each["e_tag"] or ""), "") for each in found]
+    return [file for file in files if not _is_folder(file, names)]
 
 
 def download_objects(uri: str, folder: Path, files: Sequence[RemoteFile]) -> None:
@@ -61,6 +63,11 @@ def download_objects(uri: str, folder: Path, files: Sequence[RemoteFile]) -> Non
         list(threads.map(lambda file: _download(store, folder, file), files))
 
 
+def _is_folder(file: RemoteFile, names: Sequence[str]) -> bool:
+    """Whether it is an empty object that stands for a folder, as the consoles of both stores create them."""
+    return file.size == 0 and (not file.name or any(name.startswith(f"{file.name}/") for name in names))
+
+
 def _download(store: Any, folder: Path, file: RemoteFile) -> None:
     import obstore
 
@@ -71,11 +78,19 @@ def _download(store: Any, folder: Path, file: RemoteFile) -> None:
         each.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.incomplete")
     options: GetOptions = {"if_match": file.etag} if file.etag else {}
+    answer = obstore.get(store, file.name, options=options)
+    if _unquoted(answer.meta["e_tag"]) != _unquoted(file.etag):  # not all servers evaluate the condition
+        raise CheckpointError(f"{file.name}: {CHANGED}")
     with partial.open("wb") as target:
-        for chunk in obstore.get(store, file.name, options=options).stream(min_chunk_size=PART):
+        for chunk in answer.stream(min_chunk_size=PART):
             target.write(chunk)
     partial.replace(path)
     note.write_text(file.etag)
+
+
+def _unquoted(etag: str | None) -> str:
+    """Some servers quote ETags in answers to requests for objects but not in lists."""
+    return (etag or "").strip('"')
 
 
 def _store(uri: str) -> tuple[Any, str | None]:
@@ -97,7 +112,7 @@ def _errors(uri: str) -> Iterator[None]:
     try:
         yield
     except PreconditionError as error:
-        raise CheckpointError(f"{uri}: an object changed while it was downloaded. Start again") from error
+        raise CheckpointError(f"{uri}: {CHANGED}") from error
     except (BaseError, OSError, ValueError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         fix = "Check the name, the credentials and the endpoint in the environment"
