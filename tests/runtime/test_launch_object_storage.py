@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -81,6 +82,31 @@ def test_a_folder_is_downloaded_once_with_all_of_its_objects(fetch: Fetch, schem
     assert [path.name for path in (folder / "original").iterdir()] == ["params.json"]
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
     assert json.loads((folder / RECORD).read_text())["source"] == {"uri": f"{scheme}://models/chat/v1"}
+
+
+@pytest.mark.parametrize(("name", "uri"), [("config.json", "models/sums"), ("a.gguf", "models/sums-of-a-file/a.gguf")])
+def test_files_are_compared_with_the_checksums_beside_them(
+    fetch: Fetch, server: ObjectServer | GcsServer, tmp_path: Path, name: str, uri: str
+) -> None:
+    folder = uri.removeprefix("models/").partition("/")[0]
+    right, wrong = (hashlib.sha256(each).hexdigest() for each in (b"{}", b"other"))
+    server.put("models", {f"{folder}/{name}": b"{}", f"{folder}/SHA256SUMS": f"{wrong}  {name}\n".encode()})
+    done = fetch(uri)
+    assert done.returncode == 2
+    assert f"{name}: sha256 is {right}, but SHA256SUMS states {wrong}" in done.stderr
+    assert not (tmp_path / "model").exists()
+    server.put("models", {f"{folder}/SHA256SUMS": f"{right} *./{name}\n".encode()})
+    done = fetch(uri)
+    assert done.returncode == 0
+    assert "no checksum" not in done.stderr
+    assert {path.name for path in (tmp_path / "model").iterdir()} == {name, RECORD}
+
+
+def test_a_file_with_checksums_that_does_not_fit_is_an_error(fetch: Fetch, server: ObjectServer | GcsServer) -> None:
+    server.put("models", {"unfit/config.json": b"{}", "unfit/SHA256SUMS": f"{'0' * 64}  model.gguf\n".encode()})
+    assert "SHA256SUMS lists model.gguf, which the bucket does not have" in fetch("models/unfit").stderr
+    server.put("models", {"unfit/SHA256SUMS": b"<html>"})
+    assert "SHA256SUMS: '<html>' is no line of it. Write it with sha256sum" in fetch("models/unfit").stderr
 
 
 def test_a_gguf_file_is_downloaded_with_its_other_parts(fetch: Fetch, tmp_path: Path) -> None:

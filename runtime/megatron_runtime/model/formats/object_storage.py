@@ -6,6 +6,7 @@ AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL and GOOGLE_SERVICE_ACCOUNT_K
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ THREADS = 4
 PART = 8 << 20
 NOTES = ".cache"
 """Folder for the ETags of complete files, as that of the hub's library."""
+SUMS = "SHA256SUMS"
+_SUM = re.compile(r"(?P<sum>[0-9a-fA-F]{64}) [ *](?P<name>.+)")
 CHANGED = "an object changed while it was downloaded. Start again"
 MISSING = "the library obstore is not installed. Install it: pip install 'megatron-inference[object-storage]'"
 
@@ -46,11 +49,35 @@ def object_files(uri: str) -> Sequence[RemoteFile]:
             found = [obstore.head(store, part.as_posix()) for part in gguf_parts(PurePosixPath(file))]
         else:
             found = [each for batch in obstore.list(store) for each in batch]
+        sums = _sums(store)
     names = [str(each["path"]) for each in found]
     if unsafe := [name for name in names if ".." in PurePosixPath(name).parts or name.startswith("/")]:
         raise CheckpointError(f"{uri}: has the object {unsafe[0]}, which leads out of its folder. Rename it")
-    files = [RemoteFile(str(each["path"]), int(each["size"]), str(each["e_tag"] or ""), "") for each in found]
-    return [file for file in files if not _is_folder(file, names)]
+    files = [
+        RemoteFile(str(each["path"]), int(each["size"]), str(each["e_tag"] or ""), "", sums.get(str(each["path"]), ""))
+        for each in found
+    ]
+    if file is None and (missing := sorted(sums.keys() - names)):
+        raise CheckpointError(f"{uri}: {SUMS} lists {missing[0]}, which the bucket does not have. Upload it")
+    return [file for file in files if file.name != SUMS and not _is_folder(file, names)]
+
+
+def _sums(store: Any) -> dict[str, str]:
+    """The SHA-256 of files by name, from ``SHA256SUMS`` in their folder, in the format of sha256sum; empty without one.
+
+    Raises CheckpointError for another format.
+    """
+    import obstore
+    from obstore.exceptions import PermissionDeniedError
+
+    try:
+        text = bytes(obstore.get(store, SUMS).bytes()).decode(errors="replace")
+    except (FileNotFoundError, PermissionDeniedError):  # S3 answers so if the keys may not list the bucket
+        return {}
+    found = [(line, _SUM.fullmatch(line)) for line in text.splitlines() if line.strip()]
+    if wrong := [line for line, match in found if match is None]:
+        raise CheckpointError(f"{SUMS}: {wrong[0]!r} is no line of it. Write it with sha256sum")
+    return {match["name"].removeprefix("./"): match["sum"].lower() for _, match in found if match is not None}
 
 
 def download_objects(uri: str, folder: Path, files: Sequence[RemoteFile]) -> None:
