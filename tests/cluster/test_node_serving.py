@@ -229,10 +229,11 @@ async def test_a_job_fills_a_folder_of_the_node_and_a_pod_reads_it(
     assert (folder.stat().st_uid, (folder / Path(MODEL).name).stat().st_size) == (0, status["cache"]["totalBytes"])
     pod = await cached.get("pod", "cached-0-0-0")
     assert pod["spec"]["securityContext"]["runAsUser"] != 0
-    said = await asyncio.to_thread(real_stage.run_in_pod, stage_namespace, ASK_AND_STREAM, status["url"], QUESTION)
+    ask = ("python3", "-c", ASK_AND_STREAM, "http://127.0.0.1:8000/v1", QUESTION)
+    said = await cached.kubectl("exec", "cached-0-0-0", "--", *ask)
     assert json.loads(said)["whole"] == "The capital of France is Paris."
-    for kind, name in (("pod", "hub"), ("mi", "cached")):
-        await cached.kubectl("delete", kind, name, "--timeout=90s")
+    await cached.kubectl("delete", "pod", "hub", "--grace-period=1")
+    await cached.kubectl("delete", "mi", "cached", "--timeout=90s")
 
 
 async def test_gpus_are_requested_and_too_many_are_reported_with_the_numbers(

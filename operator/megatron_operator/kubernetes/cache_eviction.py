@@ -97,6 +97,7 @@ class CacheEviction:
                 resource = parse_resource({**obj, "apiVersion": API_VERSION, "kind": KIND})
             except InvalidResource:
                 return None
+            await asyncio.sleep(0)  # Parsing takes a millisecond.
             cache = resource.spec.model.cache
             if cache is not None and cache.is_shared:
                 root = cache.claim_name if cache.host_path is None else cache.host_path.path.rstrip("/")
