@@ -38,7 +38,9 @@ def main() -> None:
 
     from megatron_runtime.model.cache_layout import CacheLayout
     from megatron_runtime.model.kernels import adapter_kernel, cpu_attention, quantized_products, row_kernels
+    from megatron_runtime.model.kernels.kernel_compiler import compile_in_this_process
 
+    compile_in_this_process()
     for name in chosen.dtype:
         dtype = getattr(torch, name)
         row_kernels.prepare(dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from megatron_runtime.model.kernels.compiled import (
     KINDS,
-    Kernel,
     as_array,
     compile_kernel,
     even_shares,
@@ -22,6 +20,7 @@ from megatron_runtime.model.kernels.compiled import (
     scalar,
     widen,
 )
+from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
 from megatron_runtime.model.kernels.triton_support import has_triton
 
 GPU_KINDS = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -83,7 +82,7 @@ def prepare(dtype: torch.dtype) -> None:
             _gated_silu_kernel(dtype is torch.bfloat16, parallel)
 
 
-@cache
+@kernel_factory
 def _rms_norm_kernel(narrow: bool, parallel: bool) -> Kernel:
     def normalize(inputs: Any, outputs: Any, weight: Any, bounds: Any, eps: Any) -> None:
         size = inputs.shape[1]
@@ -103,7 +102,7 @@ def _rms_norm_kernel(narrow: bool, parallel: bool) -> Kernel:
     return compile_kernel(normalize, void(rows, rows, scalar(narrow)[::1], int64[::1], float32), parallel=parallel)
 
 
-@cache
+@kernel_factory
 def _gated_silu_kernel(narrow: bool, parallel: bool) -> Kernel:
     def gate(inputs: Any, outputs: Any, bounds: Any) -> None:
         size = outputs.shape[1]
