@@ -37,8 +37,15 @@ def main() -> None:
     import torch
 
     from megatron_runtime.model.cache_layout import CacheLayout
-    from megatron_runtime.model.kernels import adapter_kernel, cpu_attention, quantized_products, row_kernels
+    from megatron_runtime.model.kernels import (
+        adapter_kernel,
+        cpu_attention,
+        delta_kernels,
+        quantized_products,
+        row_kernels,
+    )
 
+    delta_kernels.prepare()
     for name in chosen.dtype:
         dtype = getattr(torch, name)
         row_kernels.prepare(dtype)
