@@ -74,12 +74,34 @@ def gated_silu(gate_and_up: Tensor) -> Tensor:
     return outputs
 
 
+def gated_sigmoid(values: Tensor, gates: Tensor) -> Tensor:
+    """``values * sigmoid(gates)``, of equal shapes."""
+    if not has_cpu_row_kernels(values):
+        return values * torch.sigmoid(gates)
+    outputs = torch.empty_like(values, memory_format=torch.contiguous_format)
+    flat = (as_array(part.reshape(-1)) for part in (values, gates, outputs))
+    _gated_sigmoid_kernel(values.dtype is torch.bfloat16)(*flat)
+    return outputs
+
+
 def prepare(dtype: torch.dtype) -> None:
     """Compile the kernels for a dtype now, so that the first request does not wait for it."""
     if dtype in KINDS:
+        _gated_sigmoid_kernel(dtype is torch.bfloat16)
         for parallel in (False, True):
             _rms_norm_kernel(dtype is torch.bfloat16, parallel)
             _gated_silu_kernel(dtype is torch.bfloat16, parallel)
+
+
+@kernel_factory
+def _gated_sigmoid_kernel(narrow: bool) -> Kernel:
+    def gate(values: Any, gates: Any, outputs: Any) -> None:
+        for place in range(len(values)):
+            opened = rounded(np.float32(1) / (np.float32(1) + exponential(-widen(gates[place]))), outputs)
+            outputs[place] = narrowed(widen(values[place]) * opened, outputs)
+
+    elements = scalar(narrow)[::1]
+    return compile_kernel(gate, void(elements, elements, elements), parallel=False, fast=False)
 
 
 @kernel_factory
