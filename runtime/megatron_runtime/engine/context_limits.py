@@ -10,6 +10,7 @@ import torch
 from megatron_runtime.config import CUDA_TOKENS_PER_PASS, DEFAULT_MAX_REQUESTS, InferenceConfig
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.kv_cache import KVCache
 
 _logger = logging.getLogger(__name__)
@@ -54,8 +55,7 @@ class ContextLimits:
             max_requests=min(max_requests, num_blocks),
             max_tokens=_tokens_per_pass(config, max_requests, max_sequence_length, device_type),
             max_sequence_length=max_sequence_length,
-            paused_blocks=int((config.paused_buffer_size_gb or 0) * 2**30)
-            // KVCache.block_bytes(model_config, config.block_size_tokens, dtype),
+            paused_blocks=int((config.paused_buffer_size_gb or 0) * 2**30) // block_bytes(model_config, config, dtype),
         )
 
     def allocate(self, model_config: ModelConfig, dtype: torch.dtype, device: torch.device) -> KVCache:
@@ -75,6 +75,23 @@ class ContextLimits:
             ) from error
 
 
+def block_bytes(model_config: ModelConfig, config: InferenceConfig, dtype: torch.dtype) -> int:
+    """Bytes of one block of this rank, with those of the draft model's keys and values in the same block.
+
+    Raises:
+        ConfigurationError: ``speculative_draft_model`` is no model from `load_model`.
+    """
+    own, draft = KVCache.block_bytes(model_config, config.block_size_tokens, dtype), config.speculative_draft_model
+    if draft is None:
+        return own
+    if not isinstance(draft, Decoder):
+        raise ConfigurationError(
+            f"speculative_draft_model is a {type(draft).__name__}; give the result of load_model",
+            field="speculative_draft_model",
+        )
+    return own + KVCache.block_bytes(draft.shard.cache_config, config.block_size_tokens, draft.dtype)
+
+
 def _sequence_length(model_config: ModelConfig, config: InferenceConfig) -> int:
     longest = model_config.max_position_embeddings
     if config.max_sequence_length is None:
@@ -85,7 +102,7 @@ def _sequence_length(model_config: ModelConfig, config: InferenceConfig) -> int:
 
 
 def _affordable_blocks(model_config: ModelConfig, config: InferenceConfig, dtype: torch.dtype, device_type: str) -> int:
-    each = KVCache.block_bytes(model_config, config.block_size_tokens, dtype)
+    each = block_bytes(model_config, config, dtype)
     available = config.pool_bytes(device_type)
     if available < each:
         field = "buffer_size_gb" if config.kv_cache_memory_bytes is None else "kv_cache_memory_bytes"
