@@ -162,6 +162,16 @@ def test_a_draft_model_changes_no_token(
         assert accepted_fraction(engine) < 0.95
 
 
+def test_a_grammar_that_fails_behind_a_draft_does_not_fail_before_it(
+    make_engine: MakeEngine, speculative: MakeEngine, tiny_model: Decoder
+) -> None:
+    """The first pass of a prompt of one token has drafts. The grammar allows one token, and has no end."""
+    endless = SamplingParams(temperature=0, num_tokens_to_generate=60, grammar=lark_grammar('start: "a" start'))
+    for engine in (make_engine(), speculative(tiny_model)):
+        (record,) = engine.generate([[5]], endless)
+        assert (record.merge().generated_tokens, record.merge().finish_reason) == ([97], "error")
+
+
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
 def test_a_draft_that_is_always_right_saves_passes(
     make_engine: MakeEngine, speculative: MakeEngine, tiny_model: Decoder, sampling: dict[str, Any]
