@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,18 +84,6 @@ def refusal(options: LaunchOptions) -> str | None:
         ),
         ({"engine": EngineOptions(device="tpu")}, "--device tpu: use one of cpu, cuda"),
         ({"engine": EngineOptions(block_size_tokens=0)}, "--block-size-tokens 0: must be at least 1"),
-        (
-            {"engine": EngineOptions(num_speculative_tokens=4, speculative_draft_model="/nowhere")},
-            "--speculative-draft-model /nowhere: no such file or folder; give a .gguf file or a checkpoint folder",
-        ),
-        (
-            {"engine": EngineOptions(speculative_draft_model="/")},
-            "--speculative-draft-model /: has no effect with --num-speculative-tokens 0; set",
-        ),
-        (
-            {"engine": EngineOptions(num_speculative_tokens=4, speculative_draft_model="/", pipeline_parallel=2)},
-            "--speculative-draft-model /: not supported with --pipeline-parallel 2; use --tensor-parallel",
-        ),
         ({"model": ModelSource()}, "give exactly one of --model PATH and --hf-repo"),
         ({"model": ModelSource(Path("m"), hf_file="a.gguf")}, "--hf-file a.gguf: only allowed together with --hf-repo"),
         ({"model": ModelSource(hf_repo="a/b", hf_file="a.bin")}, "--hf-file a.bin: not a .gguf file; omit the flag"),
@@ -360,38 +347,3 @@ def test_quantized_weights_count_their_bytes(options: LaunchOptions) -> None:
 def test_the_automatic_dtype_depends_on_the_cpu(native: bool, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_runtime.launch.preflight.has_bfloat16", lambda: native)
     assert element_bytes(EngineOptions(dtype="auto")) == size
-
-
-DRAFT = replace(FACTS, parameters=100, cache_layout=replace(FACTS.cache_layout, num_layers=1), vocabulary=50)
-
-
-def test_weights_and_cache_of_a_draft_model_count(options: LaunchOptions) -> None:
-    drafting = with_engine(options, kv_cache_bytes=40 * 16 * PER_TOKEN, tensor_parallel=2, speculative_draft_model="/d")
-    facts = replace(FACTS, vocabulary=50)
-    alone = plan_engine(drafting, facts, PLENTY)
-    plan = plan_engine(drafting, replace(facts, draft=DRAFT), PLENTY)
-    assert plan.weight_bytes == alone.weight_bytes + 4 * DRAFT.parameters
-    assert alone.max_sequence_length == 512
-    # A block has five layers instead of four.
-    small = with_engine(drafting, kv_cache_bytes=20 * 16 * PER_TOKEN)
-    assert plan_engine(small, facts, PLENTY).max_sequence_length == 20 * 16
-    assert plan_engine(small, replace(facts, draft=DRAFT), PLENTY).max_sequence_length == 16 * 16
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (
-            {"vocabulary": 60},
-            "--speculative-draft-model /d: its vocabulary has 60 tokens, but that of the served model",
-        ),
-        ({"longest": 100}, "it takes 100 tokens, but a sequence may have 512; use --max-sequence-length 100 or less"),
-    ],
-)
-def test_a_draft_model_that_does_not_fit_is_refused(
-    options: LaunchOptions, changes: dict[str, int], words: str
-) -> None:
-    drafting = with_engine(options, speculative_draft_model="/d")
-    facts = replace(FACTS, vocabulary=50, draft=replace(DRAFT, **changes))
-    with pytest.raises(ConfigurationError, match=re.escape(words)):
-        plan_engine(drafting, facts, PLENTY)
