@@ -1,15 +1,19 @@
-"""Decoding with drafts from the prompt, compared with the same engine without them, on a CPU.
+"""Decoding with drafts from the prompt or of a draft model, compared with the same engine without them, on a CPU.
 
 Each pair runs one after the other, and the answers must be equal; absolute numbers apply to one machine only.
 
     python benchmarks/speculation.py                      # SmolLM2, one request at a time
     python benchmarks/speculation.py --requests 8 --drafts 3
+    python benchmarks/speculation.py --draft-model self       # drafts that are all right
+    python benchmarks/speculation.py --draft-model layers:2   # of the first two layers of the model
+    python benchmarks/speculation.py --draft-model PATH
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,6 +22,8 @@ from megatron_runtime.apis import MegatronLLM
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.launch.sample_model import MODEL, models_folder
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
+from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.shard import Shard
 from megatron_runtime.sampling_params import SamplingParams
 from peers.command_line import positive, print_table
 from peers.turns import ratio_cells, run_in_turn
@@ -42,6 +48,7 @@ def main() -> None:
     parser.add_argument("--requests", type=positive, default=1, help="at the same time")
     parser.add_argument("--new", type=positive, default=200, help="tokens of an answer")
     parser.add_argument("--drafts", type=positive, default=7, help="num_speculative_tokens")
+    parser.add_argument("--draft-model", help="a path, self, or layers:N; default: prompt lookup")
     parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
@@ -51,7 +58,10 @@ def main() -> None:
             model=model,
             tokenizer=tokenizer,
             inference_config=InferenceConfig(
-                kv_cache_memory_bytes=1 << 30, enable_prefix_caching=True, num_speculative_tokens=drafts
+                kv_cache_memory_bytes=1 << 30,
+                enable_prefix_caching=True,
+                num_speculative_tokens=drafts,
+                speculative_draft_model=draft_model(chosen, model) if drafts else None,
             ),
         )
         for drafts in (chosen.drafts, 0)
@@ -79,6 +89,20 @@ def main() -> None:
         right = after.accepted_draft_tokens_total - before.accepted_draft_tokens_total
         rows.append([name, *ratio_cells(ratios), f"{right} of {drafted}"])
     print_table(rows)
+
+
+def draft_model(chosen: argparse.Namespace, model: Decoder) -> Decoder | None:
+    """The draft model of the command line."""
+    if chosen.draft_model in (None, "self"):
+        return model if chosen.draft_model else None
+    kind, _, layers = chosen.draft_model.partition(":")
+    if kind != "layers":
+        return load_model(chosen.draft_model, dtype=chosen.dtype)
+    draft = load_model(chosen.model, dtype=chosen.dtype)
+    draft.config = replace(draft.config, num_layers=int(layers))
+    draft.shard = Shard(draft.config)
+    del draft.layers[int(layers) :]
+    return draft
 
 
 if __name__ == "__main__":

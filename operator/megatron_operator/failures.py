@@ -34,6 +34,7 @@ FIELD_OF_FLAG = {
     "--chunked-prefill": "spec.engine.chunkedPrefill",
     "--no-chunked-prefill": "spec.engine.chunkedPrefill",
     "--num-speculative-tokens": "spec.engine.speculation.numTokens",
+    "--speculative-draft-model": "spec.engine.speculation.draftModel",
     "--kv-cache-management": "spec.engine.kvCacheManagement",
     "--offload-weights": "spec.engine.offloadWeights",
     "--routing-policy": "spec.routing.policy",

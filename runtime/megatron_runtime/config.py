@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar
 
@@ -144,8 +144,12 @@ class InferenceConfig(UnavailableSettings):
     attention is used."""
     num_speculative_tokens: int = 0
     """Most tokens that a pass verifies for a request besides its next one: those that followed the last occurrence of
-    its latest tokens, instead of the drafts of Megatron's prediction heads. They change no token. Requests with log
-    probabilities or a limit of their reasoning have none. 0: no speculation."""
+    its latest tokens, or those of ``speculative_draft_model``, instead of the drafts of Megatron's prediction heads.
+    They change no token. Requests with log probabilities or a limit of their reasoning have none. 0: no
+    speculation."""
+    speculative_draft_model: Any = field(default=None, repr=False)
+    """A small model from `load_model`, with the vocabulary of the served one, whole on each rank, which drafts these
+    tokens. Its keys and values are in the blocks of the KV cache and count in its size."""
     max_loras: int = 8
     """Most LoRA adapters that are loaded at once."""
     max_lora_rank: int = 64
@@ -204,6 +208,12 @@ class InferenceConfig(UnavailableSettings):
                 self._require_whole(name)
         for name in ("num_speculative_tokens", "logging_step_interval"):
             self._require_whole(name, least=0)
+        if self.speculative_draft_model is not None and not self.num_speculative_tokens:
+            raise ConfigurationError(
+                "speculative_draft_model has no effect with num_speculative_tokens=0; set the most tokens of a draft, "
+                "for example num_speculative_tokens=4",
+                field="num_speculative_tokens",
+            )
         for name in ("buffer_size_gb", "request_timeout"):
             if getattr(self, name) is not None:
                 self._require_positive(name)

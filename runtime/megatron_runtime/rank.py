@@ -90,6 +90,7 @@ def _build_engine(link: ParentLink, options: RankOptions, plan: RankPlan) -> Dyn
     import torch
 
     from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
+    from megatron_runtime.launch.draft_model import load_draft_model
     from megatron_runtime.model.checkpoint import load_model
     from megatron_runtime.model.device_memory import naming_device_memory
     from megatron_runtime.model.tokenizer import load_tokenizer
@@ -114,7 +115,10 @@ def _build_engine(link: ParentLink, options: RankOptions, plan: RankPlan) -> Dyn
                 ranks=ranks,
                 block_size_tokens=options.engine.block_size_tokens,
             )
-    config = _inference_config(options.engine, plan)
+            draft = load_draft_model(
+                options.engine, tokenizer.result(), device=device, max_sequence_length=plan.max_sequence_length
+            )
+    config = replace(_inference_config(options.engine, plan), speculative_draft_model=draft)
     # Measured, or chosen by the launchers of several pods, so it may differ between the ranks.
     cache = plan.kv_cache_bytes or _measured_kv_cache(model, tokenizer.result(), config)
     config = replace(config, kv_cache_memory_bytes=ranks.least(cache))

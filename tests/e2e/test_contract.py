@@ -158,6 +158,10 @@ def test_the_runtime_parses_every_flag_of_the_sample() -> None:
             {"engine": {"speculation": {"method": "PromptLookup", "numTokens": 3}}},
             {"num_speculative_tokens": 3},
         ),
+        (
+            {"engine": {"speculation": {"method": "DraftModel", "draftModel": "/models/draft.gguf", "numTokens": 4}}},
+            {"num_speculative_tokens": 4, "speculative_draft_model": "/models/draft.gguf"},
+        ),
         ({"engine": {"extraArgs": ["--threads-per-rank=2"]}}, {"threads_per_rank": 2}),
         ({"rollout": {"drainTimeout": "1500ms"}}, {"drain_timeout": 1.5}),
         ({"frontend": {"parsers": ["hermes", "qwen3"]}}, {"parsers": ["hermes", "qwen3"], "page": True}),

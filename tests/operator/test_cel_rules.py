@@ -67,6 +67,10 @@ sources = st.fixed_dictionaries(
         "image": st.just({"reference": "registry.example.com/m:1"}),
     },
 )
+speculations = st.fixed_dictionaries(
+    {},
+    optional={"method": st.sampled_from(["PromptLookup", "DraftModel"]), "draftModel": st.just("/models/draft.gguf")},
+)
 sizes = st.integers(1, 6)
 degrees = st.one_of(sizes, st.sampled_from([32, 33, 1024]))
 specs = st.fixed_dictionaries(
@@ -75,7 +79,7 @@ specs = st.fixed_dictionaries(
         "replicas": st.sampled_from([1, 31, 32, 1024]),
         "parallelism": st.fixed_dictionaries({}, optional={"tensor": degrees, "pipeline": degrees, "expert": degrees}),
         "pods": st.fixed_dictionaries({}, optional={"ranksPerPod": sizes}),
-        "engine": st.fixed_dictionaries({}, optional={"prefixCaching": st.booleans()}),
+        "engine": st.fixed_dictionaries({}, optional={"prefixCaching": st.booleans(), "speculation": speculations}),
         "routing": st.fixed_dictionaries(
             {}, optional={"policy": st.sampled_from(["LongestPrefix", "FirstPrefixBlock", "RoundRobin"])}
         ),
@@ -127,6 +131,8 @@ def test_the_api_server_and_the_operator_reject_the_same_resources(name: str, sp
         ({"parallelism": {"tensor": 1024, "pipeline": 2}, "pods": {"ranksPerPod": 64}}, "spec.parallelism.tensor"),
         ({"replicas": 513, "parallelism": {"tensor": 2}}, "spec.replicas"),
         ({"engine": {"prefixCaching": False}, "routing": {"policy": "LongestPrefix"}}, "spec.routing.policy"),
+        ({"engine": {"speculation": {"method": "DraftModel"}}}, "spec.engine.speculation.draftModel"),
+        ({"engine": {"speculation": {"draftModel": "/models/draft"}}}, "spec.engine.speculation.draftModel"),
         ({"rollout": {"maxUnavailable": 0, "maxSurge": 0}}, "spec.rollout.maxUnavailable"),
         ({"frontend": {"parsers": ["qwen3", "deepseek_r1"]}}, "spec.frontend.parsers"),
         ({"autoSuspend": {"stopAfter": "1h"}}, "spec.autoSuspend.stopAfter"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 
+from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.inspection import inspect_source
 from megatron_runtime.launch.memory import AvailableMemory
 from megatron_runtime.launch.options import EngineOptions, LaunchOptions, ModelSource
@@ -44,6 +45,17 @@ async def test_the_preflight_counts_on_the_bytes_that_the_caches_take(
     options = LaunchOptions(model=source, engine=replace(engine, kv_cache_bytes=largest))
     plan = plan_engine(options, facts, AvailableMemory(2**40, "free on this machine"))
     assert plan.max_sequence_length == BLOCK * BLOCKS
+
+
+async def test_a_draft_model_is_inspected_whole(tmp_path: Path) -> None:
+    model, draft = (write_tiny_checkpoint(tmp_path / str(layers), layers=layers) for layers in (LAYERS, 1))
+    engine = EngineOptions(dtype="float32", tensor_parallel=2, speculative_draft_model=str(draft))
+    facts = await inspect_source(ModelSource(path=model), engine)
+    alone = await inspect_source(ModelSource(path=draft), EngineOptions(dtype="float32"))
+    assert facts.draft == alone
+    missing = replace(engine, speculative_draft_model=str(tmp_path))
+    with pytest.raises(ConfigurationError, match=f"^--speculative-draft-model {tmp_path}: "):
+        await inspect_source(ModelSource(path=model), missing)
 
 
 def cache_bytes(path: Path, sizes: ParallelSizes) -> Iterator[int]:

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from runtime_support.byte_backend import byte_backend
+from runtime_support.tiny_checkpoint import write_tiny_checkpoint
+from tokenizers import models
 from typer.testing import CliRunner
 
 from megatron_runtime import cli, rank
 from megatron_runtime.errors import CheckpointError, ConfigurationError, EngineError
+from megatron_runtime.launch.draft_model import load_draft_model
 from megatron_runtime.launch.inspection import CheckpointFacts
 from megatron_runtime.launch.memory import AvailableMemory
 from megatron_runtime.launch.options import LaunchOptions
@@ -19,6 +23,7 @@ from megatron_runtime.launch.preflight import plan_engine
 from megatron_runtime.launch.rank_options import RankOptions, RankPlan
 from megatron_runtime.launch.tasks import rank_plan, rank_task
 from megatron_runtime.model.cache_layout import CacheLayout
+from megatron_runtime.model.tokenizer import Tokenizer, load_tokenizer
 
 FACTS = CheckpointFacts(
     path="/m",
@@ -92,6 +97,20 @@ def test_bits_that_do_not_depend_on_the_batch_are_an_option(
 def test_the_number_of_drafts_reaches_the_engine(rank_options: Any, flags: tuple[str, ...], most: int) -> None:
     options, plan = rank_options(*flags)
     assert rank._inference_config(options.engine, plan).num_speculative_tokens == most
+
+
+def test_a_rank_loads_the_draft_model(rank_options: Any, tmp_path: Path) -> None:
+    folder, other = write_tiny_checkpoint(tmp_path / "draft"), byte_backend()
+    options, _ = rank_options("--num-speculative-tokens", "5", "--speculative-draft-model", str(folder))
+    tokenizer, device = load_tokenizer(folder), torch.device("cpu")
+    draft = load_draft_model(options.engine, tokenizer, device=device, max_sequence_length=100)
+    assert draft is not None
+    assert draft.config.max_position_embeddings == 100
+    vocabulary = {text: (token + 7) % 256 for text, token in other.get_vocab(with_added_tokens=False).items()}
+    other.model = models.BPE(vocabulary, [])
+    shifted = Tokenizer(other, location="shifted", eod=256)
+    with pytest.raises(ConfigurationError, match=f"--speculative-draft-model {folder}: its vocabulary is another one"):
+        load_draft_model(options.engine, shifted, device=device, max_sequence_length=100)
 
 
 def test_an_unknown_log_prob_mode_is_refused_with_the_known_ones(tmp_path: Path) -> None:

@@ -61,6 +61,8 @@ def arguments(resource: MegatronInference, *, max_restarts: int) -> list[str]:
         flags["--max-sequence-length"] = spec.model.max_sequence_length
     if engine.speculation is not None:
         flags["--num-speculative-tokens"] = engine.speculation.num_tokens
+        if engine.speculation.draft_model is not None:
+            flags["--speculative-draft-model"] = engine.speculation.draft_model
     words = [f"{flag}={value}" for flag, value in flags.items()]
     words.append("--prefix-caching" if engine.prefix_caching else "--no-prefix-caching")
     words.append("--chunked-prefill" if engine.chunked_prefill else "--no-chunked-prefill")

@@ -14,6 +14,7 @@ from megatron_runtime.engine.context_limits import ContextLimits
 from megatron_runtime.engine.engine_adapters import EngineAdapters
 from megatron_runtime.engine.routing_store import ExpertRouting
 from megatron_runtime.engine.sampling.grammar import compiled_grammars
+from megatron_runtime.engine.scheduling.draft_length import DraftLength
 from megatron_runtime.engine.scheduling.prompt_lookup import PromptLookup
 from megatron_runtime.engine.scheduling.sequence import Sequence
 from megatron_runtime.errors import (
@@ -43,6 +44,7 @@ class Admission:
         scores_prompts: Whether requests may have log probabilities of their prompts.
         routing: Parses the routing that a request replays.
         num_speculative_tokens: Most drafts of a request in a pass; 0: none.
+        has_draft_model: Whether a draft model proposes them, instead of prompt lookup.
         adapters: The adapters that requests can name.
     """
 
@@ -57,6 +59,7 @@ class Admission:
         scores_prompts: bool = True,
         routing: ExpertRouting | None = None,
         num_speculative_tokens: int = 0,
+        has_draft_model: bool = False,
         adapters: EngineAdapters | None = None,
     ) -> None:
         self._tokenizer = tokenizer
@@ -67,6 +70,7 @@ class Admission:
         self._scores_prompts = scores_prompts
         self._routing = routing
         self._num_speculative_tokens = num_speculative_tokens
+        self._has_draft_model = has_draft_model
         self._adapters = adapters
 
     def admit(self, request: DynamicInferenceRequest, prompt: Prompt, generated: Tokens[int]) -> Sequence:
@@ -113,12 +117,13 @@ class Admission:
             pooling=params.pooling,
             adapter=None if adapter is None else adapter.slot,
             replayed_routing=replayed,
-            lookup=self._lookup(params) if replayed is None else None,
+            draft_length=self._draft_length(params) if replayed is None else None,
         )
 
-    def _lookup(self, params: SamplingParams) -> PromptLookup | None:
-        may_draft = self._num_speculative_tokens and not _follows_tokens(params)
-        return PromptLookup(self._num_speculative_tokens) if may_draft else None
+    def _draft_length(self, params: SamplingParams) -> DraftLength | None:
+        if not self._num_speculative_tokens or _follows_tokens(params):
+            return None
+        return (DraftLength if self._has_draft_model else PromptLookup)(self._num_speculative_tokens)
 
     def _require_known(self, field: str, tokens: Iterable[int]) -> None:
         for token in tokens:

@@ -111,6 +111,11 @@ class DynamicInferenceContext:
             prefixes = PrefixCache(inference_config.prefix_caching_eviction_policy, self.block_size_tokens)
         self.allocator = BlockAllocator(self.limits.num_blocks, prefixes)
         self.kv_cache: KVCache = self.limits.allocate(shard.cache_config, dtype, self.device)
+        draft = inference_config.speculative_draft_model
+        self.draft_cache: KVCache | None = None
+        """Keys and values of the draft model, for the same blocks."""
+        if draft is not None:
+            self.draft_cache = self.limits.allocate(draft.shard.cache_config, draft.dtype, self.device)
         self.routing = ExpertRouting(model_config, shard, inference_config, self.limits.num_blocks)
         self._free_rows = list(range(self.limits.max_requests - 1, -1, -1))
         self.block_tables = BlockTables(
@@ -119,6 +124,11 @@ class DynamicInferenceContext:
         self._sampling = SamplingTable(self.limits.max_requests, model_config.vocab_size)
         self._prefill_ends = [0] * self.limits.max_requests
         self.is_allocated = True
+
+    @property
+    def caches(self) -> list[KVCache]:
+        """The KV cache, and that of the draft model, if there is one."""
+        return [self.kv_cache] if self.draft_cache is None else [self.kv_cache, self.draft_cache]
 
     def reset_counts(self) -> None:
         """Begin to count passes anew."""

@@ -11,6 +11,7 @@ from megatron_runtime.config import CUDA_TOKENS_PER_PASS, DEFAULT_MAX_REQUESTS, 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.attention_kind import attention_kind
 from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.kv_cache import KVCache
 
 _logger = logging.getLogger(__name__)
@@ -58,8 +59,7 @@ class ContextLimits:
             max_requests=min(max_requests, num_blocks),
             max_tokens=_tokens_per_pass(config, max_requests, max_sequence_length, device_type),
             max_sequence_length=max_sequence_length,
-            paused_blocks=int((config.paused_buffer_size_gb or 0) * 2**30)
-            // KVCache.block_bytes(model_config, config.block_size_tokens, dtype),
+            paused_blocks=int((config.paused_buffer_size_gb or 0) * 2**30) // block_bytes(model_config, config, dtype),
         )
 
     def allocate(self, model_config: ModelConfig, dtype: torch.dtype, device: torch.device) -> KVCache:
@@ -102,6 +102,29 @@ def config_for_model(model_config: ModelConfig, config: InferenceConfig) -> Infe
     return replace(config, enable_prefix_caching=False)
 
 
+def block_bytes(model_config: ModelConfig, config: InferenceConfig, dtype: torch.dtype) -> int:
+    """Bytes of one block of this rank, with those of the draft model's keys and values in the same block.
+
+    Raises:
+        ConfigurationError: ``speculative_draft_model`` is no model from `load_model`, or has recurrent layers.
+    """
+    own, draft = KVCache.block_bytes(model_config, config.block_size_tokens, dtype), config.speculative_draft_model
+    if draft is None:
+        return own
+    if not isinstance(draft, Decoder):
+        raise ConfigurationError(
+            f"speculative_draft_model is a {type(draft).__name__}; give the result of load_model",
+            field="speculative_draft_model",
+        )
+    if draft.config.recurrent is not None:
+        raise ConfigurationError(
+            f"speculative_draft_model: {draft.config.architecture} has recurrent layers, whose states can't return to "
+            "the token before a wrong draft; give a model with attention alone",
+            field="speculative_draft_model",
+        )
+    return own + KVCache.block_bytes(draft.shard.cache_config, config.block_size_tokens, draft.dtype)
+
+
 def _sequence_length(model_config: ModelConfig, config: InferenceConfig) -> int:
     longest = model_config.max_position_embeddings
     if config.max_sequence_length is None:
@@ -115,18 +138,17 @@ def _divide_pool(
     model_config: ModelConfig, config: InferenceConfig, dtype: torch.dtype, device_type: str, max_requests: int
 ) -> tuple[int, int]:
     """The requests that the pool has room for, and its blocks."""
-    layout = attention_kind(model_config).cache_layout
-    size = config.block_size_tokens, dtype.itemsize
-    available, smallest = config.pool_bytes(device_type), layout.smallest_pool(*size)
-    if available < smallest:
+    layout, each = attention_kind(model_config).cache_layout, block_bytes(model_config, config, dtype)
+    available = config.pool_bytes(device_type)
+    if available < layout.smallest_pool(each):
         field = "buffer_size_gb" if config.kv_cache_memory_bytes is None else "kv_cache_memory_bytes"
         states = f" and the recurrent states of one request, {layout.state_bytes} bytes" if layout.state_bytes else ""
         raise ConfigurationError(
-            f"{field}={getattr(config, field)} is less than one KV block of {layout.block_bytes(*size)} bytes "
+            f"{field}={getattr(config, field)} is less than one KV block of {each} bytes "
             f"({config.block_size_tokens} tokens){states}; raise it or lower block_size_tokens",
             field=field,
         )
-    return layout.divide(available, *size, max_requests, is_chosen=config.max_requests is not None)
+    return layout.divide(available, each, max_requests, is_chosen=config.max_requests is not None)
 
 
 def _tokens_per_pass(config: InferenceConfig, max_requests: int, max_sequence_length: int, device_type: str) -> int:

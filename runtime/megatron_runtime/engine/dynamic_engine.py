@@ -68,6 +68,7 @@ class DynamicInferenceEngine(RunningEngine):
             scores_prompts=not self.config.materialize_only_last_token_logits,
             routing=context.routing,
             num_speculative_tokens=self.config.num_speculative_tokens,
+            has_draft_model=self.config.speculative_draft_model is not None,
             adapters=self.adapters,
         )
         self._requests = RequestBook(

@@ -9,6 +9,7 @@ from megatron_runtime.engine.batch_invariance import make_batch_invariant
 from megatron_runtime.engine.context import DynamicInferenceContext
 from megatron_runtime.engine.decode_graphs import make_decode_graphs
 from megatron_runtime.engine.text_generation_controller import TextGenerationController
+from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.host_memory import return_freed_memory
 from megatron_runtime.model.refit import Weights, offload_weights, restore_weights, update_weights
 
@@ -44,11 +45,14 @@ class EngineMemory:
         if self.graphs is not None and moves:
             self.graphs.release()
         if mode is KVCacheManagementMode.OFFLOAD:
-            self._context.kv_cache.offload(self._context.allocator.held())
+            for cache in self._context.caches:
+                cache.offload(self._context.allocator.held())
         elif mode is KVCacheManagementMode.RECOMPUTE:
-            self._context.kv_cache.release()
+            for cache in self._context.caches:
+                cache.release()
         if offloads:
-            offload_weights(self._controller.model)
+            for model in self._models:
+                offload_weights(model)
         if self._context.device.type == "cuda":
             torch.cuda.empty_cache()
         else:
@@ -57,8 +61,10 @@ class EngineMemory:
     def restore(self) -> None:
         """Undo `release`. Raises CheckpointError: released weights can't be read again."""
         if self._context.config.offload_weights:
-            restore_weights(self._controller.model, self._context.device)
-        self._context.kv_cache.restore()
+            for model in self._models:
+                restore_weights(model, self._context.device)
+        for cache in self._context.caches:
+            cache.restore()
         self._capture()
 
     def update_weights(self, weights: Weights) -> None:
@@ -70,6 +76,12 @@ class EngineMemory:
             self.graphs.release()
             if self._context.kv_cache.is_resident:
                 self._capture()
+
+    @property
+    def _models(self) -> list[Decoder]:
+        """The model, and the draft model if that is another one."""
+        model, draft = self._controller.model, self._context.config.speculative_draft_model
+        return [model] if draft is None or draft is model else [model, draft]
 
     def _capture(self) -> None:
         """Unless the graphs have been kept."""

@@ -9,6 +9,7 @@ import torch
 
 from megatron_runtime.engine.context import DynamicInferenceContext, LogProbRows
 from megatron_runtime.engine.decode_graphs import DecodeGraphs
+from megatron_runtime.engine.draft_model import DraftModel
 from megatron_runtime.engine.draft_rows import draft_rows
 from megatron_runtime.engine.request_book import RequestBook
 from megatron_runtime.engine.sampling.sampler import NO_TOKEN
@@ -42,6 +43,9 @@ class PassRunner:
         scheduler: The scheduler over the context's allocator.
         requests: The open requests.
         graphs: The CUDA graphs of passes without prompts; None: all passes run eagerly.
+
+    Raises:
+        ConfigurationError: The draft model of the configuration does not fit, as in `DraftModel`.
     """
 
     def __init__(
@@ -57,6 +61,8 @@ class PassRunner:
         self._scheduler = scheduler
         self._requests = requests
         self._graphs = graphs
+        draft = context.config.speculative_draft_model
+        self._draft_model = None if draft is None else DraftModel(draft, controller.model, context)
         self.graph_size: int | None = None
         """Rows of the CUDA graph of the last pass; None: it ran eagerly."""
         self._in_flight: deque[_Pass] = deque()
@@ -132,6 +138,8 @@ class PassRunner:
     def _begin(self, slices: list[SequenceSlice]) -> _Pass | None:
         """None if the device had too little memory, which ends requests of the pass."""
         try:
+            if self._draft_model is not None:
+                slices = self._draft_model.propose(slices)
             with draft_rows(slices) as rows:
                 output = self._run(rows)
         except torch.OutOfMemoryError as error:
@@ -261,8 +269,8 @@ class PassRunner:
             accepted += 1
             self._scheduler.accept_draft(part.sequence)
             self._settle_one(tracked, part, sampled[accepted], [])
-        assert part.sequence.lookup is not None, "it has drafted"
-        part.sequence.lookup.note(len(part.drafts), accepted)
+        assert part.sequence.draft_length is not None, "it has drafted"
+        part.sequence.draft_length.note(len(part.drafts), accepted)
         self.draft_tokens_total += len(part.drafts)
         self.accepted_draft_tokens_total += accepted
 

@@ -150,4 +150,6 @@ class RequestBook:
 
     def _queue(self, partial: PartialOutput | None) -> None:
         if partial is not None:
-            self._partials[partial.request_id] = partial
+            # A step settles several tokens of a request whose drafts were right.
+            earlier = self._partials.get(partial.request_id)
+            self._partials[partial.request_id] = partial if earlier is None else earlier.followed_by(partial)

@@ -84,9 +84,16 @@ class EngineFlags:
         int,
         typer.Option(
             help="Most tokens that a step verifies for a request besides its next one; they are copied from its earlier"
-            " tokens, and change no answer. 0: none."
+            " tokens, or drafted by a model, and change no answer. 0: none."
         ),
     ] = EngineOptions.num_speculative_tokens
+    speculative_draft_model: Annotated[
+        str | None,
+        typer.Option(
+            help="A .gguf file or a checkpoint folder of a small model with the same vocabulary, which drafts these"
+            " tokens. Default: they are copied."
+        ),
+    ] = EngineOptions.speculative_draft_model
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of equal prompt prefixes.")] = (
         EngineOptions.prefix_caching
     )

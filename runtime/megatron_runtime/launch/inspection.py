@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self
 
 from megatron_runtime.errors import CheckpointError, ConfigurationError, MegatronInferenceError
-from megatron_runtime.launch.options import EngineOptions, ModelSource, parallel_flag
+from megatron_runtime.launch.options import DRAFT_MODEL_FLAG, EngineOptions, ModelSource, parallel_flag
 from megatron_runtime.model.cache_layout import CacheLayout
 from megatron_runtime.model.formats.quantized_weights import KeptWeights
 from megatron_runtime.processes.child import Child, ChildTask, Report
 from megatron_runtime.processes.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, ParentLink
 from megatron_runtime.processes.supervisor import ChildEnd, error_report
+
+_DRAFT_MODEL = "speculative_draft_model"
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,15 @@ class CheckpointFacts:
     """Elements per token that the widest layer of a rank holds at once."""
     vocabulary: int = 0
     """Logits per token."""
+    draft: CheckpointFacts | None = None
+    """Facts about the draft model, which is whole on each rank."""
+
+    @classmethod
+    def deserialize(cls, data: Mapping[str, Any]) -> Self:
+        """The facts whose fields, as JSON values, are ``data``."""
+        layout, kept, draft = CacheLayout(**data["cache_layout"]), KeptWeights(**data["kept"]), data["draft"]
+        facts = None if draft is None else cls.deserialize(draft)
+        return cls(**{**data, "cache_layout": layout, "kept": kept, "draft": facts})
 
 
 @dataclass(frozen=True)
@@ -81,10 +93,11 @@ async def inspect_source(source: ModelSource, engine: EngineOptions) -> Checkpoi
     if facts is None:
         field = (error or {}).get("field")
         flag = parallel_flag(field) if field in engine.parallel_sizes else source.flag
+        if field == _DRAFT_MODEL:
+            flag = f"{DRAFT_MODEL_FLAG} {engine.speculative_draft_model}"
         kind = ConfigurationError if error is not None and error["reason"] == "ConfigurationError" else CheckpointError
         raise kind(f"{flag}: {ChildEnd(task.role, code, tuple(child.tail), error).message}")
-    layout, kept = CacheLayout(**facts["cache_layout"]), KeptWeights(**facts["kept"])
-    return CheckpointFacts(**facts | {"cache_layout": layout, "kept": kept})
+    return CheckpointFacts.deserialize(facts)
 
 
 def main() -> None:
@@ -101,21 +114,33 @@ def main() -> None:
 
 def _inspect(options: InspectionOptions) -> CheckpointFacts:
     # Imported here: the launcher imports this module and does not need the readers of checkpoints.
-    from megatron_runtime.model.activations import activation_elements
-    from megatron_runtime.model.attention_kind import attention_kind
-    from megatron_runtime.model.formats.checkpoint_header import inspect_checkpoint
-    from megatron_runtime.model.formats.expected_tensors import expert_parameters
     from megatron_runtime.model.formats.source import resolve_source
-    from megatron_runtime.model.quantized.kept_tensors import kept_weights
-    from megatron_runtime.model.shard import Shard
 
     path = resolve_source(
         path=options.path, hf_repo=options.hf_repo, hf_file=options.hf_file, revision=options.hf_revision
     )
+    facts, engine = _facts_about(path, options.engine), options.engine
+    if engine.speculative_draft_model is None:
+        return facts
+    try:
+        draft = _facts_about(resolve_source(path=engine.speculative_draft_model), engine.of_draft_model)
+    except MegatronInferenceError as error:
+        raise ConfigurationError(str(error), field=_DRAFT_MODEL) from error
+    return replace(facts, draft=draft)
+
+
+def _facts_about(path: Path, engine: EngineOptions) -> CheckpointFacts:
+    from megatron_runtime.model.activations import activation_elements
+    from megatron_runtime.model.attention_kind import attention_kind
+    from megatron_runtime.model.formats.checkpoint_header import inspect_checkpoint
+    from megatron_runtime.model.formats.expected_tensors import expert_parameters
+    from megatron_runtime.model.quantized.kept_tensors import kept_weights
+    from megatron_runtime.model.shard import Shard
+
     summary = inspect_checkpoint(path)
     config = summary.config
-    shard = Shard(config, options.engine.sizes.position(0))  # raises if the model can't be divided so
-    kept = kept_weights(shard, summary.source) if options.engine.keeps_quantized else KeptWeights()
+    shard = Shard(config, engine.sizes.position(0))  # raises if the model can't be divided so
+    kept = kept_weights(shard, summary.source) if engine.keeps_quantized else KeptWeights()
     has_copy = config.tie_word_embeddings and not kept.has_embedding
     return CheckpointFacts(
         path=str(path),

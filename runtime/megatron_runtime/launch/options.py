@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_runtime.config import LOGPROBS_MODES, InferenceConfig, PrefixCachingCoordinatorPolicy, check_routing_alpha
@@ -22,6 +22,7 @@ DEVICES = ("cpu", "cuda")
 KV_CACHE_MANAGEMENTS = ("persist", "offload", "recompute")
 PREFIX_POLICIES = ("first-prefix-block", "longest-prefix")
 ROUTING_POLICIES = ("round-robin", "load-balanced", *PREFIX_POLICIES, "auto")
+DRAFT_MODEL_FLAG = "--speculative-draft-model"
 HIGHEST_PORT = 65535
 EVERY_ADDRESS = ("0.0.0.0", "::")
 """Wildcard addresses: valid to listen on, not to connect to."""
@@ -70,6 +71,8 @@ class EngineOptions:
     """As of InferenceConfig; None: all sizes that the model permits on a GPU, and none on a CPU."""
     batch_invariant: bool = False
     num_speculative_tokens: int = 0
+    speculative_draft_model: str | None = None
+    """The checkpoint that drafts these tokens; None: they are copied from the request's earlier tokens."""
     prefix_caching: bool = True
     chunked_prefill: bool = True
     kv_cache_management: str = "offload"
@@ -99,6 +102,11 @@ class EngineOptions:
     def sizes(self) -> ParallelSizes:
         """The same, checked; ConfigurationError names the field."""
         return ParallelSizes(tensor=self.tensor_parallel, pipeline=self.pipeline_parallel, expert=self.expert_parallel)
+
+    @property
+    def of_draft_model(self) -> EngineOptions:
+        """The same for the draft model, which is whole on each rank."""
+        return replace(self, tensor_parallel=1, pipeline_parallel=1, expert_parallel=1, speculative_draft_model=None)
 
     @property
     def ranks_per_replica_group(self) -> int:
@@ -185,6 +193,7 @@ class LaunchOptions:
         self._check_choices()
         self._check_numbers()
         self._check_parallelism()
+        self._check_draft_model()
         self._check_identity()
         engine = self.engine
         check_modules(engine.lora_modules, self.model_name, engine.max_loras, engine.max_lora_rank)
@@ -261,6 +270,23 @@ class LaunchOptions:
             )
         if self.spans_pods:
             self._check_rendezvous_address()
+
+    def _check_draft_model(self) -> None:
+        engine = self.engine
+        if (path := engine.speculative_draft_model) is None:
+            return
+        if not Path(path).exists() and not Path(path).is_symlink():
+            problem = "no such file or folder; give a .gguf file or a checkpoint folder"
+        elif not engine.num_speculative_tokens:
+            problem = "has no effect with --num-speculative-tokens 0; set the most tokens of a draft, for example 4"
+        elif engine.pipeline_parallel > 1:
+            problem = (
+                f"not supported with --pipeline-parallel {engine.pipeline_parallel}; use --tensor-parallel, or omit "
+                "the draft model, for prompt lookup"
+            )
+        else:
+            return
+        raise ConfigurationError(f"{DRAFT_MODEL_FLAG} {path}: {problem}", field="speculative_draft_model")
 
     def _check_rendezvous_address(self) -> None:
         """Check the addresses that the rendezvous of several pods needs."""

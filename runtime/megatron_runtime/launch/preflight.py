@@ -9,7 +9,7 @@ from megatron_runtime.cpu_features import has_bfloat16
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.inspection import CheckpointFacts
 from megatron_runtime.launch.memory import AvailableMemory
-from megatron_runtime.launch.options import EngineOptions, LaunchOptions
+from megatron_runtime.launch.options import DRAFT_MODEL_FLAG, EngineOptions, LaunchOptions
 from megatron_runtime.launch.quantity import format_bytes
 
 USUAL_KV_CACHE = 2**30
@@ -66,6 +66,14 @@ def plan_engine(
 
     Raises ConfigurationError that names the flag, its value and a fix.
     """
+    plan = _plan(options, facts, available, device)
+    _check_draft_model(options, facts, plan.max_sequence_length)
+    return plan
+
+
+def _plan(
+    options: LaunchOptions, facts: CheckpointFacts, available: AvailableMemory, device: AvailableMemory | None
+) -> EnginePlan:
     engine = options.engine
     if engine.max_sequence_length is not None and engine.max_sequence_length > facts.longest:
         raise ConfigurationError(
@@ -92,6 +100,28 @@ def plan_engine(
             "use a smaller cache, a smaller --dtype or fewer replica groups, or give the pod more memory"
         )
     return EnginePlan(_length(options, facts, cache, length), cache, weights)
+
+
+def _check_draft_model(options: LaunchOptions, facts: CheckpointFacts, length: int) -> None:
+    draft = facts.draft
+    if draft is None:
+        return
+    flag = f"{DRAFT_MODEL_FLAG} {options.engine.speculative_draft_model}"
+    if draft.cache_layout.state_bytes:
+        raise ConfigurationError(
+            f"{flag}: it has recurrent layers, whose states can't return to the token before a wrong draft; use a "
+            "draft model with attention alone"
+        )
+    if draft.vocabulary != facts.vocabulary:
+        raise ConfigurationError(
+            f"{flag}: its vocabulary has {draft.vocabulary} tokens, but that of the served model {facts.vocabulary}; "
+            "use a draft model with the same vocabulary, usually a smaller one of the same family"
+        )
+    if draft.longest < length:
+        raise ConfigurationError(
+            f"{flag}: it takes {draft.longest} tokens, but a sequence may have {length}; use --max-sequence-length "
+            f"{draft.longest} or less, or another draft model"
+        )
 
 
 def _plan_on_device(options: LaunchOptions, facts: CheckpointFacts, plan: EnginePlan) -> EnginePlan:
@@ -131,14 +161,16 @@ def element_bytes(engine: EngineOptions) -> int:
 
 
 def _weight_bytes(engine: EngineOptions, facts: CheckpointFacts) -> int:
-    """Of one rank: all ranks of a stage divide the experts, and the tensor parallel ones the dense layers."""
+    """Of one rank, with the draft model: all ranks of a stage divide the experts, and the tensor parallel ones the
+    dense layers."""
     kept, size = facts.kept, element_bytes(engine)
     experts = (facts.expert_parameters - kept.expert_parameters) * size + kept.expert_bytes
     weights = (facts.parameters - kept.parameters) * size + kept.num_bytes
     if engine.device == "cpu":
         weights += facts.tied_head_parameters * size
     dense_ranks = engine.tensor_parallel * engine.pipeline_parallel
-    return (weights - experts) // dense_ranks + experts // engine.ranks_per_replica_group
+    draft = 0 if facts.draft is None else _weight_bytes(engine.of_draft_model, facts.draft)
+    return draft + (weights - experts) // dense_ranks + experts // engine.ranks_per_replica_group
 
 
 def _cache_bytes(options: LaunchOptions, facts: CheckpointFacts, weights: int, share: int) -> int:
@@ -152,20 +184,21 @@ def _cache_bytes(options: LaunchOptions, facts: CheckpointFacts, weights: int, s
             f"{format_bytes(RANK_OVERHEAD)} of overhead, but its share of the memory is {format_bytes(share)}; give "
             "the pod more memory, or use a smaller --dtype, fewer replica groups or a smaller model"
         )
-    smallest = facts.cache_layout.smallest_pool(options.engine.block_size_tokens, element_bytes(options.engine))
+    smallest = facts.cache_layout.smallest_pool(_block_bytes(options.engine, facts))
     return max(min(USUAL_KV_CACHE, int(left * KV_SHARE)), smallest)
 
 
 def _block_bytes(engine: EngineOptions, facts: CheckpointFacts) -> int:
-    return facts.cache_layout.block_bytes(engine.block_size_tokens, element_bytes(engine))
+    """Of one rank; the keys and values of the draft model are in the same blocks."""
+    draft = 0 if facts.draft is None else _block_bytes(engine, facts.draft)
+    return draft + facts.cache_layout.block_bytes(engine.block_size_tokens, element_bytes(engine))
 
 
 def _length(options: LaunchOptions, facts: CheckpointFacts, cache: int, length: int) -> int:
     """The longest sequence that fits the cache, at most ``length``."""
     engine = options.engine
     block, layout = _block_bytes(engine, facts), facts.cache_layout
-    size = engine.block_size_tokens, element_bytes(engine)
-    smallest = layout.smallest_pool(*size)
+    smallest = layout.smallest_pool(block)
     if cache < smallest:
         states = f" and {format_bytes(layout.state_bytes)} of recurrent states" if layout.state_bytes else ""
         raise ConfigurationError(
@@ -173,7 +206,7 @@ def _length(options: LaunchOptions, facts: CheckpointFacts, cache: int, length: 
             f"tokens{states}; give at least {format_bytes(smallest)}"
         )
     requests = engine.max_requests or DEFAULT_MAX_REQUESTS
-    _, blocks = layout.divide(cache, *size, requests, is_chosen=engine.max_requests is not None)
+    _, blocks = layout.divide(cache, block, requests, is_chosen=engine.max_requests is not None)
     fitting = blocks * engine.block_size_tokens
     if engine.max_sequence_length is not None and fitting < length:
         needed = (length + engine.block_size_tokens) * block // engine.block_size_tokens

@@ -36,21 +36,19 @@ class CacheLayout:
         """Bytes of one block in all layers."""
         return self.num_layers * self.heads * block_size_tokens * sum(self.widths) * element_bytes
 
-    def smallest_pool(self, block_size_tokens: int, element_bytes: int) -> int:
+    def smallest_pool(self, block_bytes: int) -> int:
         """Bytes of the smallest pool that `divide` accepts: the states and a block of one sequence."""
-        return self.state_bytes + self.block_bytes(block_size_tokens, element_bytes)
+        return self.state_bytes + block_bytes
 
-    def divide(
-        self, num_bytes: int, block_size_tokens: int, element_bytes: int, sequences: int, *, is_chosen: bool
-    ) -> tuple[int, int]:
+    def divide(self, num_bytes: int, block_bytes: int, sequences: int, *, is_chosen: bool) -> tuple[int, int]:
         """The sequences that a pool of this size has states for, and its blocks. It is not below `smallest_pool`.
 
-        There are at most ``sequences``, each of them with a block. Unless that number ``is_chosen`` by the user, states
-        take at most half of the pool. Without states, it is no limit.
+        ``block_bytes`` may include those of another model. There are at most ``sequences``, each of them with a block.
+        Unless that number ``is_chosen`` by the user, states take at most half of the pool. Without states, it is no
+        limit.
         """
         if self.state_bytes:
-            sequences = min(sequences, num_bytes // self.smallest_pool(block_size_tokens, element_bytes))
+            sequences = min(sequences, num_bytes // self.smallest_pool(block_bytes))
             if not is_chosen:
                 sequences = min(sequences, max(1, num_bytes // 2 // self.state_bytes))
-        rest = num_bytes - sequences * self.state_bytes
-        return sequences, rest // self.block_bytes(block_size_tokens, element_bytes)
+        return sequences, (num_bytes - sequences * self.state_bytes) // block_bytes

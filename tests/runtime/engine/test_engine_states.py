@@ -116,3 +116,10 @@ def test_a_pass_that_failed_after_it_changed_states_is_repeated(
     while engine.has_unfinished_requests():
         engine.step_modern()
     assert [list(future.result(timeout=0).merge().generated_tokens) for future in futures] == expected
+
+
+def test_a_model_with_states_drafts_for_no_other_model(model: Decoder, byte_tokenizer: Tokenizer) -> None:
+    served = random_llama(hidden=32, intermediate=48, std=0.3)
+    settings = {"num_speculative_tokens": 2, "speculative_draft_model": model}
+    with pytest.raises(ConfigurationError, match=r"speculative_draft_model: .* has recurrent layers, whose states"):
+        DynamicInferenceEngine.build(served, byte_tokenizer, InferenceConfig(**settings))

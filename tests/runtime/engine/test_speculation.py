@@ -112,6 +112,14 @@ def test_drafts_that_are_right_save_passes(make_engine: MakeEngine) -> None:
     assert steps[1] < steps[0] / 4
 
 
+@pytest.mark.parametrize("interval", [1, 3])
+def test_a_stream_has_all_tokens_of_a_step(make_engine: MakeEngine, interval: int) -> None:
+    engine = make_engine(num_speculative_tokens=7, block_size_tokens=16)
+    stream = {"streaming": True, "streaming_interval": interval}
+    serve(engine, [greedy(num_tokens_to_generate=100, logit_bias={10: 100.0}, **stream)])
+    assert engine.stats().accepted_draft_tokens_total > 0
+
+
 def test_drafts_that_a_grammar_does_not_allow_do_not_disturb_it(make_engine: MakeEngine) -> None:
     """The prompt repeats what the grammar forbids after the first letters, and what it allows with another end."""
     prompt = list(b"abcabcabcabXabXabXab")

@@ -149,8 +149,8 @@ LAYOUT = CacheLayout(num_layers=1, heads=1, key_width=8, value_width=8, state_by
 def test_a_pool_is_divided_into_states_and_blocks(
     size: int, sequences: int, is_chosen: bool, expected: tuple[int, int]
 ) -> None:
-    assert LAYOUT.smallest_pool(4, 4) == 1256
-    assert LAYOUT.divide(size, 4, 4, sequences, is_chosen=is_chosen) == expected
+    assert LAYOUT.smallest_pool(256) == 1256
+    assert LAYOUT.divide(size, 256, sequences, is_chosen=is_chosen) == expected
 
 
 def model_config(**changes: Any) -> ModelConfig:

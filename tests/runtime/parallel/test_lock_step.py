@@ -82,9 +82,15 @@ def test_ranks_that_cache_latents_answer_as_one_does(latent: Path, sizes: Parall
     assert_same_as_alone(latent, sizes, mode)
 
 
-def assert_same_as_alone(path: Path, sizes: ParallelSizes, mode: str) -> None:
+@pytest.mark.parametrize(("sizes", "mode"), [(TENSOR, "offload"), (EXPERT_BESIDE_TENSOR, "recompute")], ids=str)
+def test_ranks_verify_the_drafts_of_the_one_that_samples(mixture: Path, sizes: ParallelSizes, mode: str) -> None:
+    stats = assert_same_as_alone(mixture, sizes, mode, draft=mixture)
+    assert stats.accepted_draft_tokens_total > 0.9 * stats.draft_tokens_total > 0
+
+
+def assert_same_as_alone(path: Path, sizes: ParallelSizes, mode: str, draft: Path | None = None) -> Any:
     results = run_ranks(
-        lock_step_scenarios.serve_in_lock_step, sizes.ranks_per_replica_group, sizes, free_port(), path, mode
+        lock_step_scenarios.serve_in_lock_step, sizes.ranks_per_replica_group, sizes, free_port(), path, mode, draft
     )
     assert results[0]["answers"] == alone(path)
     assert [answer.reason for answer in results[0]["answers"][-2:]] == ["stop", "error"]
@@ -92,9 +98,12 @@ def assert_same_as_alone(path: Path, sizes: ParallelSizes, mode: str) -> None:
     assert results[0]["stats"].prefix_hits_total > 0
     assert (results[0]["too long"], results[0]["aborted"]) == ("FAILED", "abort")
     assert all(rank["stats"] == results[0]["stats"] for rank in results)
-    # Each stage has a pass: the first step begins one with the first request, the next step one with the other.
-    assert results[0]["tokens of a step"] == (0 if sizes.pipeline > 1 else 2)
-    assert results[0]["tokens before a pause"] == (1 if sizes.pipeline > 1 else 2)
+    # Each stage has a pass: the first step begins one with the first request, the next step one with the other. A draft
+    # model drafts the second token of both.
+    in_step = 0 if sizes.pipeline > 1 else 2 if draft is None else 4
+    assert results[0]["tokens of a step"] == in_step
+    assert results[0]["tokens before a pause"] == max(in_step, 1)
+    return results[0]["stats"]
 
 
 @pytest.fixture(scope="module")

@@ -81,9 +81,12 @@ def build(path: Path, ranks: Ranks | None = None, blocks: int = 24, **settings: 
 
 def tight(model: Decoder, blocks: int = 24, **settings: Any) -> InferenceConfig:
     """Small passes and few blocks, so that requests are evicted."""
+    block = KVCache.block_bytes(model.shard.largest_cache_config, BLOCK, model.dtype)
+    if (draft := settings.get("speculative_draft_model")) is not None:
+        block += KVCache.block_bytes(draft.config, BLOCK, draft.dtype)
     return InferenceConfig(
         block_size_tokens=BLOCK,
-        kv_cache_memory_bytes=blocks * KVCache.block_bytes(model.shard.largest_cache_config, BLOCK, model.dtype),
+        kv_cache_memory_bytes=blocks * block,
         max_requests=4,
         max_tokens=16,
         enable_prefix_caching=True,
@@ -106,11 +109,18 @@ def serve(engine: Any, *, interrupt: Callable[[int], None] = lambda _: None) -> 
     return [Answer.of(future.result(timeout=0).merge()) for future in futures]
 
 
-def serve_in_lock_step(rank: int, sizes: ParallelSizes, port: int, path: Path, mode: str) -> dict[str, Any]:
-    """The same on several ranks, with a pause and a suspension in between. Each rank measures other times of masks."""
+def serve_in_lock_step(
+    rank: int, sizes: ParallelSizes, port: int, path: Path, mode: str, draft: Path | None = None
+) -> dict[str, Any]:
+    """The same on several ranks, with a pause and a suspension in between. Each rank measures other times of masks.
+
+    Tokens are drafted by the checkpoint ``draft``, or copied from earlier ones.
+    """
     setattr(RequestGuide, "mask_milliseconds", property(lambda _: 5 + rank, lambda _, __: None))  # noqa: B010
     ranks = join(sizes, rank, port)
-    engine = build(path, ranks, kv_cache_management_mode=mode, offload_weights=True, num_speculative_tokens=3)
+    model = None if draft is None else load_model(draft, dtype="float32")
+    settings = {"num_speculative_tokens": 3, "speculative_draft_model": model}
+    engine = build(path, ranks, kv_cache_management_mode=mode, offload_weights=True, **settings)
     results: dict[str, Any] = {}
     if rank:
         run_follower(engine, ranks)

@@ -8,7 +8,7 @@ from typing import Annotated, Self
 from pydantic import ConfigDict, Field, Strict, model_validator
 
 from megatron_operator.api.quantity import MemorySize
-from megatron_operator.api.v1alpha1.base import Boolean, DnsName, Integer, Part, Text, misplaced
+from megatron_operator.api.v1alpha1.base import AbsolutePath, Boolean, DnsName, Integer, Part, Text, misplaced
 
 Degree = Annotated[Integer, Field(ge=1, le=1024)]
 
@@ -25,6 +25,7 @@ class SpeculationMethod(StrEnum):
     """Where the drafted tokens come from."""
 
     PROMPT_LOOKUP = "PromptLookup"
+    DRAFT_MODEL = "DraftModel"
 
 
 class RoutingPolicy(StrEnum):
@@ -122,10 +123,34 @@ class Parallelism(Part):
 class Speculation(Part):
     """Tokens that a step verifies for a request besides its next one."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                {
+                    "rule": "has(self.draftModel) == (self.method == 'DraftModel')",
+                    "message": "spec.engine.speculation.draftModel: belongs to method DraftModel, which needs it; set"
+                    " both, or remove draftModel",
+                }
+            ]
+        }
+    )
+
     method: SpeculationMethod = SpeculationMethod.PROMPT_LOOKUP
-    """PromptLookup: those that followed the last occurrence of the request's latest tokens."""
+    """PromptLookup: those that followed the last occurrence of the request's latest tokens. DraftModel: those that
+    draftModel predicts; not with pipeline parallelism."""
+    draft_model: AbsolutePath | None = None
+    """An absolute path in the container: the GGUF file or folder of a small model with the same vocabulary. It is part
+    of the image, podTemplate mounts it, or it is below /models, where the volume of
+    model.source.persistentVolumeClaim or model.source.image is mounted."""
     num_tokens: Annotated[Integer, Field(ge=1, le=64)] = 7
     """Most tokens of a request in a step. Fewer are used while they are wrong, and none if they stay so."""
+
+    @model_validator(mode="after")
+    def _a_draft_model_belongs_to_its_method(self) -> Self:
+        if (self.draft_model is None) == (self.method is SpeculationMethod.DRAFT_MODEL):
+            message = f"belongs to method DraftModel, which needs it, and the method is {self.method.value}; set both"
+            raise misplaced("draftModel", self.draft_model, f"{message}, or remove draftModel")
+        return self
 
 
 class EngineSpec(Part):
@@ -143,8 +168,8 @@ class EngineSpec(Part):
     chunked_prefill: Boolean = True
     """Process long prompts in chunks, between the decoding steps of other requests."""
     speculation: Speculation | None = None
-    """Speculative decoding: several tokens per step for answers that repeat their context, with the same tokens as
-    without. Default: none."""
+    """Speculative decoding: several tokens per step for answers that repeat their context, or that a smaller model
+    predicts, with the same tokens as without. Default: none."""
     kv_cache_management: KVCacheManagement = KVCacheManagement.OFFLOAD
     """While suspended, the KV cache stays (Persist), moves to host memory (Offload), or is dropped and recomputed
     (Recompute)."""

@@ -37,6 +37,8 @@ class RequestGuide:
         self._first = self._known = prompt_length
         self._drafts: list[int] = []
         """The last of the known tokens, if they were drafts."""
+        self._followed_drafts = False
+        """Whether the last call of `after` had drafts, so that a failure may be due to them."""
         self.mask_milliseconds = 0
         """Time of the last call of `after`, rounded down."""
         self._matcher = self._grammars.matcher(grammar)
@@ -55,6 +57,10 @@ class RequestGuide:
         The last ``num_drafts`` of these tokens are drafts. None may follow if the grammar does not allow a draft.
         """
         started = time.perf_counter()
+        if self._followed_drafts and self._matcher.is_error():
+            self._start_over()
+            self._repeat(tokens, length - num_drafts)
+        self._followed_drafts = num_drafts > 0
         self._forget_wrong_drafts(tokens, length)
         if length < self._known:
             self._start_over()  # The pass failed, and is repeated.
@@ -92,6 +98,14 @@ class RequestGuide:
                 return
             self._known = sure + right
             del self._drafts[right:]
+
+    def _repeat(self, tokens: Sequence[int], length: int) -> None:
+        """Consume the first tokens, with a mask before the last one as without drafts: whether llguidance reaches its
+        limits depends on that."""
+        for end in (length - 1, length):
+            self._consume(list(tokens[self._known : end]), 0)
+            if not self._matcher.is_error():
+                self._matcher.compute_bitmask()
 
     def _start_over(self) -> None:
         self._matcher = self._grammars.matcher(self._grammar)

@@ -4,56 +4,40 @@ from __future__ import annotations
 
 from array import array
 
+from megatron_runtime.engine.scheduling.draft_length import DraftLength
+
 _MATCHED = (4, 2)
 """Numbers of last tokens that are looked up, one after the other."""
 _BYTES = 4
 _MOST_SEARCHES = 4
-_LONGEST_PAUSE = 32
 
 
-class PromptLookup:
+class PromptLookup(DraftLength):
     """Drafts the tokens that followed the last occurrence of the sequence's last tokens (prompt lookup decoding,
     Saxena 2023).
 
-    Answers that quote, edit or continue their prompt repeat long parts of it. The number of drafts doubles when all are
-    accepted, and falls to the number of accepted ones; after drafts without an accepted one there are none for a while,
-    which doubles each time. So a sequence that repeats nothing costs about one draft in 32 passes.
+    Answers that quote, edit or continue their prompt repeat long parts of it.
 
     Args:
         most: Most tokens of a draft.
     """
 
     def __init__(self, most: int) -> None:
-        self._most = most
-        self._length = most
-        self._pause = 0
-        self._skipped = 0
+        super().__init__(most)
         self._known = bytearray()
 
     def propose(self, tokens: list[int], limit: int) -> tuple[int, ...]:
         """At most ``limit`` tokens that may follow all ``tokens``, which are those of the last call and further
         ones."""
-        if limit <= 0:
-            return ()
-        if self._skipped < self._pause:
-            self._skipped += 1
+        count = self.within(limit)
+        if not count:
             return ()
         self._known += array("i", tokens[len(self._known) // _BYTES :]).tobytes()
         start = next((place for size in _MATCHED if (place := self._find(size)) is not None), None)
         if start is None:
             return ()
         period = len(tokens) - start  # The drafts repeat it, as in LZ77, if they are longer.
-        return tuple(tokens[start + place % period] for place in range(min(limit, self._length)))
-
-    def note(self, num_drafts: int, num_accepted: int) -> None:
-        """Note how many of the last drafts were the sampled tokens."""
-        self._skipped = 0
-        if num_accepted == num_drafts:
-            self._length, self._pause = min(2 * self._length, self._most), 0
-        elif num_accepted:
-            self._length, self._pause = num_accepted, 0
-        else:
-            self._length, self._pause = 1, min(max(2 * self._pause, 1), _LONGEST_PAUSE)
+        return tuple(tokens[start + place % period] for place in range(count))
 
     def _find(self, size: int) -> int | None:
         """The index after the last earlier occurrence of the last ``size`` tokens."""

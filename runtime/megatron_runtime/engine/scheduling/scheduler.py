@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron_runtime.engine.scheduling.block_allocator import BlockAllocator
 from megatron_runtime.engine.scheduling.mask_budget import held_back
 from megatron_runtime.engine.scheduling.ordered_sequences import OrderedSequences
+from megatron_runtime.engine.scheduling.prompt_lookup import PromptLookup
 from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice
 
 
@@ -223,19 +224,23 @@ class Scheduler:
         return part
 
     def _with_drafts(self, slices: list[SequenceSlice]) -> list[SequenceSlice]:
-        """The slices with drafts where these have room: in the pass, and in the blocks of their sequences."""
-        if all(part.sequence.lookup is None for part in slices):
+        """The slices with drafts, or with the number for a draft model, where these have room: in the pass, and in the
+        blocks of their sequences."""
+        if all(part.sequence.draft_length is None for part in slices):
             return slices
         budget = self.limits.max_tokens - sum(part.length for part in slices)
         drafted: list[SequenceSlice] = []
         for part in slices:
-            sequence = part.sequence
+            sequence, length = part.sequence, part.sequence.draft_length
             may_draft = part.length == 1 and part.samples and not sequence.mask_milliseconds
-            if may_draft and sequence.lookup is not None:
+            if may_draft and length is not None:
                 known = len(sequence.tokens)
                 room = min(len(sequence.blocks) * self.limits.block_size_tokens, sequence.max_length - 1) - known
-                part = part._replace(drafts=sequence.lookup.propose(sequence.tokens, min(room, budget)))
-                budget -= len(part.drafts)
+                if isinstance(length, PromptLookup):
+                    part = part._replace(drafts=length.propose(sequence.tokens, min(room, budget)))
+                else:
+                    part = part._replace(max_drafts=length.within(min(room, budget)))
+                budget -= len(part.drafts) + part.max_drafts
             drafted.append(part)
         return drafted
 
@@ -312,7 +317,8 @@ class Scheduler:
             self.allocator.share(matched)
             self._prefixes.begin(sequence, len(matched))
         sequence.blocks = matched + self.allocator.allocate(self.blocks_for(len(sequence.tokens)) - len(matched))
-        sequence.num_cached = sequence.num_computed = sequence.num_begun = len(matched) * self.limits.block_size_tokens
+        cached = len(matched) * self.limits.block_size_tokens
+        sequence.num_cached = sequence.num_computed = sequence.num_begun = sequence.num_draft_computed = cached
 
     def _release(self, sequence: Sequence) -> None:
         self.allocator.free(reversed(sequence.blocks))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megatron_runtime.engine.scheduling.prompt_lookup import PromptLookup
+from megatron_runtime.engine.scheduling.draft_length import DraftLength
 
 
 @dataclass(eq=False)
@@ -47,8 +47,10 @@ class Sequence:
     """The slot of its adapter; None without one."""
     replayed_routing: Any = None
     """The experts to choose for its first tokens, as `ExpertRouting.parse` returns them."""
-    lookup: PromptLookup | None = None
-    """Drafts its next tokens, if that is permitted."""
+    draft_length: DraftLength | None = None
+    """How many of its next tokens are drafted, if that is permitted. A PromptLookup drafts them, too."""
+    num_draft_computed: int = 0
+    """Number of leading tokens whose keys and values of the draft model are computed, if they are still its tokens."""
     num_drafts: int = 0
     """Number of its last tokens that are drafts, while a pass computes them."""
     row: int | None = None
@@ -100,6 +102,8 @@ class SequenceSlice(NamedTuple):
     """Of the sequence, when the pass was begun."""
     drafts: tuple[int, ...] = ()
     """Tokens that may follow the known ones; the pass samples a token after each of them, too."""
+    max_drafts: int = 0
+    """Most drafts that a draft model proposes for the pass."""
 
     @classmethod
     def next_of(cls, sequence: Sequence, most: int) -> SequenceSlice:

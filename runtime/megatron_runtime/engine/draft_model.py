@@ -1,0 +1,147 @@
+"""Speculation with a draft model: a small model proposes the next tokens, which a pass of the served one verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Slices
+from dataclasses import replace
+
+import msgpack
+import torch
+
+from megatron_runtime.engine.context import DynamicInferenceContext
+from megatron_runtime.engine.sampling.sampler import NO_TOKEN, make_sampler
+from megatron_runtime.engine.scheduling.sequence import SequenceSlice
+from megatron_runtime.engine.shared_output import schedule_checksum
+from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.model.decoder import Decoder
+
+_Drafts = list[list[int]]
+"""The drafts of each slice, possibly none."""
+
+
+class DraftModel:
+    """Drafts tokens with another model (speculative decoding, Leviathan et al. 2023), sampled with the noise, the
+    penalties and the grammar of the request, so that drafts of sampled answers are accepted as often.
+
+    The keys and values of the draft model are in the same blocks as those of the served model, in a cache of its own.
+    It computes every token that the served model computes, in the same pass, also of requests without drafts. So
+    evictions, prefix hits and suspensions need no bookkeeping for it: a block with keys and values of the one has those
+    of the other. After wrong drafts it overwrites theirs.
+
+    Of several ranks, the one that samples drafts and sends the drafts to the others.
+
+    Args:
+        draft: The draft model, whole on this rank.
+        model: The served model.
+        context: Has the tables of blocks and the cache of the draft model.
+
+    Raises:
+        ConfigurationError: The models do not fit together; it names the field, the value and the remedy.
+    """
+
+    def __init__(self, draft: Decoder, model: Decoder, context: DynamicInferenceContext) -> None:
+        _check(draft, model, context)
+        assert context.draft_cache is not None, "the context has allocated it"
+        self._draft = draft
+        self._ranks = model.ranks
+        self._context = context
+        self._cache = context.draft_cache
+
+    def propose(self, slices: list[SequenceSlice]) -> list[SequenceSlice]:
+        """The slices with up to ``max_drafts`` drafts each. Call it for every pass, before the pass.
+
+        Raises:
+            LockStepError: Another rank has another schedule.
+            LostRankError: The drafts do not arrive from the rank that samples.
+        """
+        drafts = self._draft_here(slices) if self._ranks.position.samples else [[] for _ in slices]
+        if any(part.max_drafts for part in slices):
+            drafts = self._shared(slices, drafts)
+        return [part._replace(drafts=tuple(each)) for part, each in zip(slices, drafts, strict=True)]
+
+    def _shared(self, slices: Slices[SequenceSlice], drafts: _Drafts) -> _Drafts:
+        """The drafts of the rank that samples."""
+        position = self._ranks.position
+        if position.sizes.ranks_per_replica_group == 1:
+            return drafts
+        outcome = msgpack.packb(drafts) if position.samples else None
+        shared: _Drafts = msgpack.unpackb(self._ranks.share_outcome(outcome, checksum=schedule_checksum(slices)).wait())
+        return shared
+
+    @torch.inference_mode()
+    def _draft_here(self, slices: Slices[SequenceSlice]) -> _Drafts:
+        drafts: _Drafts = [[] for _ in slices]
+        active = [index for index, part in enumerate(slices) if part.max_drafts]
+        try:
+            sampled = self._run([_known_tokens(part) for part in slices])
+            while active:
+                for index, token in zip(active, sampled, strict=True):
+                    if token != NO_TOKEN:
+                        drafts[index].append(token)
+                        slices[index].sequence.tokens.append(token)
+                        slices[index].sequence.num_drafts += 1
+                active = [
+                    index
+                    for index, token in zip(active, sampled, strict=True)
+                    if token != NO_TOKEN and len(drafts[index]) < slices[index].max_drafts
+                ]
+                sampled = self._run([_last_token(slices[index]) for index in active]) if active else []
+        finally:
+            for part, drafted in zip(slices, drafts, strict=True):
+                del part.sequence.tokens[len(part.sequence.tokens) - len(drafted) :]
+                part.sequence.num_drafts = 0
+        for part, drafted in zip(slices, drafts, strict=True):
+            # No pass has computed the last draft, only sampled it.
+            part.sequence.num_draft_computed = part.end + max(len(drafted) - 1, 0)
+        return drafts
+
+    def _run(self, rows: list[SequenceSlice]) -> list[int]:
+        """The tokens sampled after those of the slices that sample."""
+        logits = self._draft(replace(self._context.forward_batch(rows), adapters=None), self._cache)
+        if not any(part.samples for part in rows):
+            return []
+        assert logits is not None, "the draft model is whole"
+        rules = self._context.sampling_rules(rows)
+        sampler = make_sampler(rules, logits.shape[1], logits.device)
+        if rules.changes_logits:
+            sampler.edit_(logits)
+        tokens: list[int] = sampler.sample(logits).tolist()
+        return tokens
+
+
+def _known_tokens(part: SequenceSlice) -> SequenceSlice:
+    """The tokens of the slice, with those before it that the draft model has not computed."""
+    start = min(part.sequence.num_draft_computed, part.start)
+    return part._replace(start=start, samples=part.max_drafts > 0, num_log_probs=0)
+
+
+def _last_token(part: SequenceSlice) -> SequenceSlice:
+    """The last draft."""
+    end = len(part.sequence.tokens)
+    return part._replace(start=end - 1, end=end, samples=True, num_log_probs=0)
+
+
+def _check(draft: Decoder, model: Decoder, context: DynamicInferenceContext) -> None:
+    sizes = model.ranks.position.sizes
+    reason = None
+    if (ours := model.config.vocab_size) != (theirs := draft.config.vocab_size):
+        reason = (
+            f"its vocabulary has {theirs} tokens, but that of the served model {ours}; use a draft model with the same "
+            "vocabulary, usually a smaller one of the same family"
+        )
+    elif draft.config.max_position_embeddings < context.max_sequence_length:
+        reason = (
+            f"it takes {draft.config.max_position_embeddings} tokens, but a sequence may have "
+            f"{context.max_sequence_length}; lower max_sequence_length, or use another draft model"
+        )
+    elif sizes.pipeline > 1:
+        reason = (
+            f"not supported with pipeline parallelism ({sizes.pipeline} stages), whose passes overlap; use tensor "
+            "parallelism, or speculation by prompt lookup"
+        )
+    elif draft.ranks.position.sizes.ranks_per_replica_group > 1:
+        reason = "it is divided among ranks; load it without ranks, so that each rank has the whole one"
+    elif draft.device != model.device:
+        reason = f"it is on {draft.device}, but the served model on {model.device}; load both on the same device"
+    if reason is not None:
+        raise ConfigurationError(f"speculative_draft_model: {reason}", field="speculative_draft_model")

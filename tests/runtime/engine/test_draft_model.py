@@ -1,0 +1,273 @@
+"""Drafts of a draft model change no token, in any batch, and are accepted as far as the model predicts the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engine_support.random_llama import random_llama
+
+from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
+from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.guides import lark_grammar, regex_grammar
+from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.kv_cache import KVCache
+from megatron_runtime.sampling_params import SamplingParams
+
+BLOCK = 4
+PROMPTS = [list(range(20, 60)), [*range(20, 60), 3, 4], [5], [7, 8] * 9, list(range(60, 80))]
+MakeEngine = Callable[..., DynamicInferenceEngine]
+Interrupt = Callable[[DynamicInferenceEngine, int], None]
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "num_tokens_to_generate": 60, "ignore_eos": True, **fields})
+
+
+def guided(pattern: str, **fields: Any) -> SamplingParams:
+    return SamplingParams(
+        **{"num_tokens_to_generate": 60, "temperature": 1.0, "seed": 4, "grammar": regex_grammar(pattern), **fields}
+    )
+
+
+PARAMS = {
+    "greedy": [params()] * 5,
+    "sampled": [params(temperature=0.8, seed=seed, top_k=20, top_p=0.9) for seed in range(5)],
+    "mixed": [
+        params(),
+        params(temperature=0.7, seed=3, min_tokens=20, ignore_eos=False),
+        params(streaming=True, temperature=0.5, seed=4),
+        params(stop_token_ids=[12, 60, 61, 62], min_tokens=5, streaming=True),
+        params(bad_words=["a", "ab", "cd"], logit_bias={9: 2.0}),
+    ],
+    "with requests without drafts": [
+        params(),
+        params(return_log_probs=True, skip_prompt_log_probs=False),
+        params(thinking_token_budget=3, thinking_begin="", thinking_end="AB"),
+        params(temperature=0.5, seed=8),
+        params(num_tokens_to_generate=0, pooling="mean"),
+    ],
+    "with penalties": [
+        params(repetition_penalty=1.05),
+        params(frequency_penalty=0.05, presence_penalty=0.02, temperature=0.6, seed=2),
+        params(repetition_penalty=0.9, temperature=0.5, seed=3),
+        params(frequency_penalty=-0.1),
+        params(repetition_penalty=1.01, frequency_penalty=0.01, logit_bias={9: 1.0}),
+    ],
+    "with grammars": [
+        params(),
+        guided("[ab]{56}", temperature=0),
+        guided("((abc|abd)e){14}"),
+        guided("(xyz)*", temperature=0),
+        SamplingParams(temperature=0, num_tokens_to_generate=60, grammar=lark_grammar('start: "a" start')),
+    ],
+}
+
+
+@pytest.fixture(scope="session")
+def other_model() -> Decoder:
+    """A smaller model with other random weights and the same vocabulary."""
+    return random_llama(hidden=16, intermediate=32, std=0.4, num_layers=1)
+
+
+def serve(
+    engine: DynamicInferenceEngine,
+    requests: list[SamplingParams],
+    interrupt: Interrupt = lambda *_: None,
+) -> tuple[list[Any], list[float]]:
+    """Tokens, texts and reasons, then all log probabilities, with the engine's integrity checked after each step."""
+    for request_id, each in enumerate(requests):
+        engine.add_request(request_id, PROMPTS[request_id % len(PROMPTS)], each)
+    found: dict[int, Any] = {}
+    scores: dict[int, list[float]] = {}
+    streamed: dict[int, list[int]] = {}
+    step = 0
+    while engine.has_unfinished_requests():
+        result = engine.step_modern()
+        engine.check_integrity()
+        for request_id, partial in result["partial_outputs"].items():
+            streamed.setdefault(request_id, []).extend(partial.new_tokens)
+        for record in result["finished_request_records"]:
+            merged = record.merge()
+            found[record.request_id] = merged.generated_tokens, merged.generated_text, merged.finish_reason
+            scores[record.request_id] = [*(merged.prompt_log_probs or []), *(merged.generated_log_probs or [])]
+        step += 1
+        interrupt(engine, step)
+    for request_id, tokens in streamed.items():
+        assert tokens == found[request_id][0]
+    count = range(len(requests))
+    return [found[request_id] for request_id in count], [each for request_id in count for each in scores[request_id]]
+
+
+def assert_same_answers(
+    engine: DynamicInferenceEngine,
+    plain: DynamicInferenceEngine,
+    requests: list[SamplingParams],
+    interrupt: Interrupt = lambda *_: None,
+) -> None:
+    """With the same tokens. The last bits of log probabilities depend on the rows of a pass, since this model's
+    products are not packed."""
+    (answers, scores), (expected, expected_scores) = (serve(each, requests, interrupt) for each in (engine, plain))
+    assert answers == expected
+    assert scores == pytest.approx(expected_scores, abs=1e-4)
+
+
+def accepted_fraction(engine: DynamicInferenceEngine) -> float:
+    stats = engine.stats()
+    return stats.accepted_draft_tokens_total / stats.draft_tokens_total
+
+
+@pytest.fixture
+def speculative(make_engine: MakeEngine, tiny_model: Decoder) -> MakeEngine:
+    """``speculative(draft, blocks=200, **settings)``: an engine with a draft model and this number of blocks."""
+
+    def make(draft: Decoder, blocks: int = 200, **settings: Any) -> DynamicInferenceEngine:
+        size = settings.get("block_size_tokens", BLOCK)
+        block = sum(KVCache.block_bytes(model.config, size, torch.float32) for model in (tiny_model, draft))
+        given = {"num_speculative_tokens": 4, "enable_prefix_caching": True, "kv_cache_memory_bytes": blocks * block}
+        engine = make_engine(**given | settings, speculative_draft_model=draft)
+        assert engine.context.allocator.num_blocks == blocks
+        assert sum(cache.num_bytes for cache in engine.context.caches) == blocks * block
+        return engine
+
+    return make
+
+
+@pytest.mark.parametrize("requests", PARAMS.values(), ids=PARAMS)
+@pytest.mark.parametrize("blocks", [200, 32], ids=["roomy", "with evictions"])
+@pytest.mark.parametrize("draft", ["the model itself", "another model"])
+def test_a_draft_model_changes_no_token(
+    make_engine: MakeEngine,
+    speculative: MakeEngine,
+    tiny_model: Decoder,
+    other_model: Decoder,
+    requests: list[SamplingParams],
+    blocks: int,
+    draft: str,
+) -> None:
+    model = tiny_model if draft == "the model itself" else other_model
+    plain = make_engine(blocks=blocks, enable_prefix_caching=True)
+    engine = speculative(model, blocks)
+    assert_same_answers(engine, plain, requests)
+    stats = engine.stats()
+    assert stats.draft_tokens_total > 0
+    assert stats.generated_tokens_total == plain.stats().generated_tokens_total
+    assert (stats.evictions_total > 0) == (blocks == 32)
+    if model is tiny_model:
+        assert accepted_fraction(engine) > 0.95
+    else:
+        assert accepted_fraction(engine) < 0.95
+
+
+def test_a_grammar_that_fails_behind_a_draft_does_not_fail_before_it(
+    make_engine: MakeEngine, speculative: MakeEngine, tiny_model: Decoder
+) -> None:
+    """The first pass of a prompt of one token has drafts. The grammar allows one token, and has no end."""
+    endless = SamplingParams(temperature=0, num_tokens_to_generate=60, grammar=lark_grammar('start: "a" start'))
+    for engine in (make_engine(), speculative(tiny_model)):
+        (record,) = engine.generate([[5]], endless)
+        assert (record.merge().generated_tokens, record.merge().finish_reason) == ([97], "error")
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
+def test_a_draft_that_is_always_right_saves_passes(
+    make_engine: MakeEngine, speculative: MakeEngine, tiny_model: Decoder, sampling: dict[str, Any]
+) -> None:
+    steps = []
+    for engine in (make_engine(block_size_tokens=16), speculative(tiny_model, block_size_tokens=16, blocks=20)):
+        engine.add_request(0, PROMPTS[0], params(num_tokens_to_generate=100, **sampling))
+        count = 0
+        while engine.has_unfinished_requests():
+            engine.step_modern()
+            count += 1
+        steps.append(count)
+    assert steps[0] >= 100
+    assert steps[1] < steps[0] / 3
+
+
+@pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
+def test_drafts_stay_right_through_a_suspension(
+    make_engine: MakeEngine, speculative: MakeEngine, tiny_model: Decoder, mode: str
+) -> None:
+    """The cache of the draft model is kept, moved or computed again with that of the model."""
+
+    def suspend(engine: DynamicInferenceEngine, step: int) -> None:
+        if step == 5:
+            engine.suspend()
+            stays = engine.config.kv_cache_management_mode is KVCacheManagementMode.PERSIST
+            assert {cache.is_resident for cache in engine.context.caches} == {stays}
+            engine.resume()
+
+    plain = make_engine(blocks=200)
+    engine = speculative(tiny_model, kv_cache_management_mode=mode, offload_weights=True)
+    assert_same_answers(engine, plain, PARAMS["sampled"], suspend)
+    assert accepted_fraction(engine) > 0.95
+
+
+def test_a_prefix_hit_has_the_keys_of_the_draft_model(
+    make_engine: MakeEngine, speculative: MakeEngine, tiny_model: Decoder
+) -> None:
+    """Those of tokens that requests without drafts have computed, and of accepted drafts."""
+    plain, engine = make_engine(blocks=200), speculative(tiny_model)
+    answers = []
+    for each in (plain, engine):
+        scored = params(return_log_probs=True, skip_prompt_log_probs=True)
+        (first,) = each.generate([PROMPTS[0]], scored)
+        longer = PROMPTS[0] + first.merge().generated_tokens
+        (second,) = each.generate([longer], params())
+        longest = longer + second.merge().generated_tokens
+        (third,) = each.generate([longest], params(temperature=0.5, seed=1))
+        answers.append([record.merge().generated_tokens for record in (first, second, third)])
+    assert answers[0] == answers[1]
+    assert engine.stats().cached_tokens_total == len(PROMPTS[0]) + len(longer)
+    assert accepted_fraction(engine) > 0.95
+
+
+def test_other_weights_and_aborted_requests_change_the_drafts_only(
+    make_engine: MakeEngine, speculative: MakeEngine, other_model: Decoder
+) -> None:
+    """The draft model keeps its weights, and its keys and values, when those of the served model change."""
+    answers = []
+    for engine in (make_engine(blocks=200), speculative(other_model)):
+
+        def interrupt(each: DynamicInferenceEngine, step: int) -> None:
+            if step == 2:
+                each.add_request(99, PROMPTS[0], params())
+            elif step == 4:
+                each.abort_request(99)
+                each.invalidate_prefix_cache()
+
+        answers.append(serve(engine, PARAMS["greedy"], interrupt)[0] + serve(engine, PARAMS["sampled"])[0])
+    assert answers[0] == answers[1]
+
+
+def test_requests_without_a_draft_in_a_pass_are_not_drafted(speculative: MakeEngine, tiny_model: Decoder) -> None:
+    engine = speculative(tiny_model)
+    serve(engine, [params(return_log_probs=True), params(thinking_token_budget=3, thinking_begin="", thinking_end="A")])
+    assert engine.stats().draft_tokens_total == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vocab_size": 300}, r"vocabulary has 300 tokens, but that of the served model 257; use a draft model"),
+        ({"max_position_embeddings": 100}, r"takes 100 tokens, but a sequence may have 512; lower max_sequence_length"),
+    ],
+)
+def test_a_draft_model_that_does_not_fit_is_refused(
+    make_engine: MakeEngine, changes: dict[str, int], words: str
+) -> None:
+    draft = random_llama(hidden=16, intermediate=32, std=0.4, **changes)
+    with pytest.raises(ConfigurationError, match=f"speculative_draft_model: .*{words}") as caught:
+        make_engine(num_speculative_tokens=4, speculative_draft_model=draft)
+    assert caught.value.field == "speculative_draft_model"
+
+
+def test_settings_of_a_draft_model_are_checked(make_engine: MakeEngine, tiny_model: Decoder) -> None:
+    with pytest.raises(ConfigurationError, match="speculative_draft_model has no effect with num_speculative_tokens=0"):
+        InferenceConfig(speculative_draft_model=tiny_model)
+    with pytest.raises(ConfigurationError, match="speculative_draft_model is a str; give the result of load_model"):
+        make_engine(num_speculative_tokens=4, speculative_draft_model="/models/draft")

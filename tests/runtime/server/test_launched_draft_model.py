@@ -1,0 +1,47 @@
+"""Speculation with a draft model in launched pods: the same answers, streamed or not, and its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+FLAGS = ("--dtype", "float32", "--kv-cache-memory", "32Mi", "--frontend-replicas", "1")
+GENERATED = 48
+
+
+def answers(pod: Any) -> list[list[int]]:
+    """Tokens of a greedy and of a sampled answer, each also as a stream."""
+    found = []
+    for sampling in ({"temperature": 0}, {"temperature": 1, "seed": 5}):
+        asked: dict[str, Any] = {"model": "chat", "prompt": [65] * 20, "max_tokens": GENERATED, **sampling}
+        extra = {"ignore_eos": True, "return_token_ids": True}
+        whole = pod.openai.completions.create(**asked, extra_body=extra)
+        found.append(whole.choices[0].token_ids)
+        streamed: list[int] = []
+        for chunk in pod.openai.completions.create(**asked, extra_body=extra, stream=True):
+            streamed += chunk.choices[0].token_ids or []
+        found.append(streamed)
+    return found
+
+
+def count(pod: Any, metric: str) -> float:
+    """The value of a counter, over all replica groups."""
+    families = text_string_to_metric_families(pod.control.get("/metrics").text)
+    return sum(sample.value for family in families for sample in family.samples if sample.name == metric)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_answers_are_those_without_a_draft_model_and_drafts_are_counted(
+    tiny_pod: Any, start_pod: Callable[..., Any], tiny_checkpoint: Path, ranks: int
+) -> None:
+    draft = ("--num-speculative-tokens", "4", "--speculative-draft-model", str(tiny_checkpoint))
+    pod = start_pod("--model", str(tiny_checkpoint), *FLAGS, *draft, "--tensor-parallel", str(ranks)).wait_ready()
+    given = answers(pod)
+    assert given == answers(tiny_pod)
+    assert {len(tokens) for tokens in given} == {GENERATED}
+    pod.wait_for(lambda _: count(pod, "megatron_accepted_draft_tokens_total") > GENERATED, seconds=10)
+    assert count(pod, "megatron_draft_tokens_total") >= count(pod, "megatron_accepted_draft_tokens_total")
