@@ -25,7 +25,7 @@ from megatron_runtime.apis import MegatronLLM
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.launch.sample_model import MODEL, models_folder
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
-from megatron_runtime.model.formats.coded_rows import BLOCK, CODINGS, CodedRows
+from megatron_runtime.model.formats.coded_rows import BLOCK, CODINGS, CodedRows, packed
 from megatron_runtime.model.packed_linear import PackedLinear
 from megatron_runtime.model.quantized.linear import QuantizedLinear
 from megatron_runtime.model.quantized.matrix import QuantizedMatrix
@@ -166,7 +166,9 @@ def _random_matrix(kind: str, rows: int, columns: int) -> QuantizedMatrix:
     matrix = QuantizedMatrix(rows, columns, coding)
     codes = random.integers(0, 1 << coding.bits, (rows, columns), dtype=np.uint8)
     scales = random.random((rows, columns // coding.group)).astype(np.float16)
-    matrix.fill(0, CodedRows(codes, scales, scales[:, : columns // BLOCK] if coding.has_mins else None))
+    matrix.fill(
+        0, CodedRows(packed(codes, coding.bits), scales, scales[:, : columns // BLOCK] if coding.has_mins else None)
+    )
     return matrix
 
 

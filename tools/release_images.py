@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from image_archives import normalize_archive
 from release_archives import ReleaseError
 
 BUILDERS = ("buildx", "buildah")
@@ -52,6 +53,9 @@ def build_images(root: Path, folder: Path, version: str, revision: str, date: in
     left_out = ", ".join(f"{image.name}:{image.tag(version)}" for image in IMAGES if image.device == "cuda")
     print(f"release: without {left_out}, which requires Docker with buildx", flush=True)
     _run([sys.executable, "tests/cluster/prepare_images.py", "--export", str(folder)], root, {})
+    for image in IMAGES:
+        if image.device != "cuda":
+            normalize_archive(folder / image.archive(version), date, revision)
 
 
 def buildx_command(image: ReleaseImage, folder: Path, version: str, revision: str) -> list[str]:

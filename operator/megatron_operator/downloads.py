@@ -30,6 +30,8 @@ class ObservedDownload:
     """Why it waits or has failed, or why its last attempt did."""
     failed_at: float | None = None
     """When it failed for good, in seconds since the epoch."""
+    outlives_resource: bool = False
+    """Whether it is the record of a model in a shared cache, which only an eviction ends."""
 
     @classmethod
     def completed(cls, job: str, told: str | None) -> Self:

@@ -140,7 +140,8 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
     # ``kopf run`` does not accept a list of kinds. There, kopf watches a kind that appears later only if it discovers
     # it.
     watched: WatchedKinds = memo.get("watched") or WatchedKinds()
-    memo.api, memo.loops = api, ResourceLoops(api, Settings.from_environment(), meters, watched.add)
+    operator_settings = Settings.from_environment()
+    memo.api, memo.loops = api, ResourceLoops(api, operator_settings, meters, watched.add, options.namespaces)
     if await memo.loops.may_read_nodes():
         watch_nodes()
     else:

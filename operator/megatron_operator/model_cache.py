@@ -76,8 +76,9 @@ class ModelCache:
             elif self._is_to_be_replaced(job, existing):
                 yield DeleteChild(names.JOB, job["metadata"]["name"])
         current = {self._source} if self.spec is not None else set()
+        lasting = {names.job_child(each.job) for each in self.observed.downloads if each.outlives_resource}
         needed = {names.child_key(manifest) for manifest in [*wanted, *([claim] if claim else [])]}
-        for key in sorted(self.observed.children.keys() - needed):
+        for key in sorted(self.observed.children.keys() - needed - lasting):
             kind, name = key.split("/")
             # A claim stays as long as pods have the source that was on it.
             if kind == names.JOB or (kind == names.CLAIM and self._sources_in_use <= current):
@@ -151,10 +152,7 @@ class ModelCache:
         return DownloadPhase.PENDING if download is None else download.phase
 
     def _job(self, place: str | None) -> dict[str, Any]:
-        assert self.spec is not None
-        others = self.observed.cached_sources if self.spec.is_shared else None
-        keep = None if others is None else others | {self._source} | self._sources_in_use
-        return download_job(self.resource, image_of(self.resource, self.settings), place, keep)
+        return download_job(self.resource, image_of(self.resource, self.settings), place)
 
     def _hash(self, manifest: dict[str, Any]) -> str | None:
         return self.observed.children.get(names.child_key(manifest))

@@ -45,9 +45,15 @@ CACHE_LABEL = f"{GROUP}/model-cache"
 """The resource's name, on pods that fill its model cache. They have no other label of the resource, so that Services,
 budgets and affinities do not select them."""
 CACHED_SOURCE_ANNOTATION = f"{GROUP}/cached-source"
-"""Hash of the source that a pod reads from the model cache."""
+"""Hash of the source that a pod reads from the model cache, or that a Job fills it with or removes from it."""
 CACHE_NODE_ANNOTATION = f"{GROUP}/cache-node"
 """Node whose folder a download Job fills."""
+OWNER_ANNOTATION = f"{GROUP}/owner-uid"
+"""The resource's uid, on Jobs that fill a shared cache. Without an ownerReference they outlive the resource."""
+UNUSED_LABEL = f"{GROUP}/unused-model"
+"""On Jobs of a model that nothing uses: ``recorded``, or ``evicted`` for the Job that removes it."""
+RECORDED = "recorded"
+EVICTED = "evicted"
 
 JOB = "Job"
 CLAIM = "PersistentVolumeClaim"
@@ -160,6 +166,11 @@ def cache_claim(resource: MegatronInference) -> str:
     return f"{resource.name}-cache-{hash_of([cached_source(resource), _cache_place(resource)])}"
 
 
+def unused_model(state: str, place: Any) -> str:
+    """Name of a Job of a model that nothing uses. ``state``: its value of ``UNUSED_LABEL``."""
+    return f"model-cache-{state}-{hash_of(place)}"
+
+
 def _cache_place(resource: MegatronInference) -> Any:
     cache = resource.spec.model.cache
     if cache is None:
@@ -167,6 +178,11 @@ def _cache_place(resource: MegatronInference) -> Any:
     return cache.model_dump(
         mode="json", by_alias=True, exclude_none=True, exclude={"host_path": NODES, "volume_claim": {"size"}}
     )
+
+
+def job_child(job: str) -> str:
+    """A Job's key in ``ObservedState.children``."""
+    return f"{JOB}/{job}"
 
 
 def keys_child(resource: str) -> str:

@@ -105,7 +105,6 @@ def observed_state(
     cordoned_nodes: frozenset[str] | None = None,
     downloads: Iterable[ObservedDownload] = (),
     cache_nodes: tuple[str, ...] | None = (),
-    cached_sources: frozenset[str] | None = None,
     url: str | None = None,
 ) -> ObservedState:
     """``seen`` is every pod with its answer; None stands for a pod that is not part of a group attempt."""
@@ -122,7 +121,6 @@ def observed_state(
         cordoned_nodes=cordoned_nodes,
         downloads=tuple(downloads),
         cache_nodes=cache_nodes,
-        cached_sources=cached_sources,
         url=url,
     )
 

@@ -205,8 +205,6 @@ class ObservedState:
     """The Jobs that fill the model cache."""
     cache_nodes: tuple[str, ...] | None = ()
     """Nodes that get the model of a node-local cache; None where the operator may not list nodes."""
-    cached_sources: frozenset[str] | None = None
-    """Sources of all resources that may share a cache with this one; None if they are unknown."""
     url: str | None = None
     """Base URL of the HTTP frontend where it differs from the Service's DNS name."""
 

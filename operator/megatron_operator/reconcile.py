@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from megatron_operator import names
 from megatron_operator.api.parse import FieldError, InvalidResource, parse_resource
 from megatron_operator.api.v1alpha1 import ComputeResources, ConditionType, MegatronInference, MegatronInferenceStatus
+from megatron_operator.downloads import DownloadPhase
 from megatron_operator.events import Event, events_between
 from megatron_operator.names import PodIdentity
 from megatron_operator.observed_state import (
@@ -261,9 +262,16 @@ def _requeue_after(
         delays.append(min(LONGEST_AFTER_TROUBLE, AFTER_TROUBLE * 2.0 ** min(failures, 16)))
     elif outcome.done:
         delays.append(AFTER_ACTIONS)
-    elif progress is not None and progress.status != "False" and not _waits_for_nodes(observed):
+    elif _is_downloading(observed) or (
+        progress is not None and progress.status != "False" and not _waits_for_nodes(observed)
+    ):
         delays.append(WHILE_PROGRESSING)
     return min((delay for delay in delays if delay is not None), default=None)
+
+
+def _is_downloading(observed: ObservedState) -> bool:
+    """Whether a model cache is being filled, maybe for a stopped resource. Jobs cause no events."""
+    return any(each.phase in (DownloadPhase.PENDING, DownloadPhase.RUNNING) for each in observed.downloads)
 
 
 def _waits_for_nodes(observed: ObservedState) -> bool:

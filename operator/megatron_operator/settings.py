@@ -22,6 +22,7 @@ WATCH_SILENCE_VARIABLE = "MEGATRON_OPERATOR_WATCH_SILENCE"
 MAX_CONCURRENT_UPGRADES_VARIABLE = "MEGATRON_FLEET_ROLLOUT_MAX_CONCURRENT"
 DISRUPTION_BUDGETS_VARIABLE = "MEGATRON_POD_DISRUPTION_BUDGETS"
 MODEL_CACHES_VARIABLE = "MEGATRON_MODEL_CACHES"
+CACHE_RETENTION_VARIABLE = "MEGATRON_MODEL_CACHE_RETENTION"
 ACTIVATOR_VARIABLE = "MEGATRON_ACTIVATOR"
 METRICS_FROM_VARIABLE = "MEGATRON_METRICS_FROM"
 CLIENTS_FROM_VARIABLE = "MEGATRON_CLIENTS_FROM"
@@ -76,6 +77,8 @@ class Settings:
     """Whether resources get a PodDisruptionBudget."""
     model_caches: bool = True
     """Whether models are downloaded into caches where resources ask for it."""
+    cache_retention: int = 3600
+    """Seconds that a model stays in a shared cache after its last use."""
     has_activator: bool = False
     """Whether there is an activator, which starts models that were stopped because they were idle."""
     has_spare_nodes: bool = True
@@ -94,6 +97,7 @@ class Settings:
             max_concurrent_upgrades=_count(environment, MAX_CONCURRENT_UPGRADES_VARIABLE, 1),
             has_activator=_is_enabled(environment, ACTIVATOR_VARIABLE, "false"),
             model_caches=_is_enabled(environment, MODEL_CACHES_VARIABLE, "true"),
+            cache_retention=_count(environment, CACHE_RETENTION_VARIABLE, 3600),
             disruption_budgets=_is_enabled(environment, DISRUPTION_BUDGETS_VARIABLE, "true"),
         )
 

@@ -95,27 +95,36 @@ def fetch(
         Path | None,
         typer.Option(help="Folder for the files, verified. Default: the cache folder of the hub's library."),
     ] = None,
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(help="With --into: remove all other folders beside it, except these and those of the last hour."),
-    ] = None,
 ) -> None:
     """Download a checkpoint into the cache folder, once, and print its path."""
     try:
         for flag, value in (("--file", file), ("--revision", revision), ("--into", into)):
             if repo is None and value is not None:
                 raise ConfigurationError(f"{flag} {value}: requires the argument REPO")
-        if keep and into is None:
-            raise ConfigurationError(f"--keep {keep[0]}: requires --into, the folder beside which others are removed")
-        path = _fetched(repo, file, revision, into, keep)
+        path = _fetched(repo, file, revision, into)
     except (ConfigurationError, CheckpointError, OSError) as error:
         raise typer.Exit(_refuse(error, "megatron-serve model fetch")) from error
     print(path)
 
 
-def _fetched(
-    repo: str | None, file: str | None, revision: str | None, into: Path | None, keep: list[str] | None
-) -> Path:
+@model_app.command("evict")
+def evict_model(
+    folder: Annotated[Path, typer.Argument(help="A folder that `model fetch --into` has filled.")],
+    unused_for: Annotated[
+        float, typer.Option(min=0, help="Keep it if a download has filled or found it in the last seconds.")
+    ] = 3600,
+) -> None:
+    """Remove a downloaded checkpoint, unless a download into it is in progress."""
+    from megatron_runtime.launch.model_cache import evict
+
+    try:
+        is_gone = evict(folder, unused_for=unused_for)
+    except (CheckpointError, OSError) as error:
+        raise typer.Exit(_refuse(error, "megatron-serve model evict")) from error
+    print(f"model: {folder} {'is removed' if is_gone else 'is in use and stays'}", file=sys.stderr)
+
+
+def _fetched(repo: str | None, file: str | None, revision: str | None, into: Path | None) -> Path:
     from megatron_runtime.launch import sample_model
     from megatron_runtime.launch.download import download_into
     from megatron_runtime.launch.model_cache import HubSource, ObjectSource
@@ -130,10 +139,10 @@ def _fetched(
                 raise ConfigurationError(f"{flag} {value}: is for repositories of the hub; append the file to the URI")
         if into is None:
             raise ConfigurationError(f"{repo}: requires --into, the folder for the files")
-        return download_into(into, ObjectSource(repo), keep=keep or None)
+        return download_into(into, ObjectSource(repo))
     if into is None:
         return resolve_source(hf_repo=repo, hf_file=file, revision=revision)
-    return download_into(into, HubSource(repo, file, revision), keep=keep or None)
+    return download_into(into, HubSource(repo, file, revision))
 
 
 def _with_control_token(options: LaunchOptions) -> LaunchOptions:

@@ -30,6 +30,17 @@ GPU = "nvidia.com/gpu"
 ACTIVATOR = "service/megatron-megatron-inference-activator"
 WEIGHTS = 134_515_008 * 4
 """Bytes of SmolLM2's parameters in float32."""
+MODEL = "/models/SmolLM2-135M-Instruct.Q4_1.gguf"
+HUB = (
+    (Path(__file__).parents[1] / "suite_support/loopback_hub.py").read_text()
+    + """
+import pathlib, sys
+model = pathlib.Path(sys.argv[1])
+hub = LoopbackHub("owner/model", {model.name: model.read_bytes()})
+ThreadingHTTPServer(("0.0.0.0", 8080), type("Handler", (_Handler,), {"hub": hub})).serve_forever()
+"""
+)
+"""A hub in a pod."""
 ASK_AND_STREAM = """
 import json, sys, urllib.request
 question = {"messages": [{"role": "user", "content": sys.argv[2]}], "temperature": 0, "max_tokens": 16}
@@ -210,6 +221,37 @@ async def test_a_replica_group_of_two_pods_answers(real_stage: Stage, stage_name
     await spread.until_gone("pods", "services", "secrets", within=90)
 
 
+async def test_a_job_fills_a_folder_of_the_node_and_a_pod_reads_it(
+    own_node: Node, real_stage: Stage, stage_namespace: str
+) -> None:
+    """Both with the users and rights that real containers have, and the kubelet's check of the folder."""
+    cached, root = Resource(own_node, stage_namespace, "cached"), own_node.folder / "scratch" / "model-cache"
+    flags = [f"--image={real_stage.images.runtime}", "--image-pull-policy=IfNotPresent", "--restart=Never"]
+    await cached.kubectl("run", "hub", *flags, "--command", "--", "python3", "-c", HUB, MODEL)
+    hub = await cached.until_found("pod", "hub", lambda pod: bool(pod["status"].get("podIP")))
+    variables = [{"name": "HF_ENDPOINT", "value": f"http://{hub['status']['podIP']}:8080"}]
+    await cached.create(
+        model={
+            "source": {"huggingFace": {"repo": "owner/model", "file": Path(MODEL).name}},
+            "cache": {"hostPath": {"path": str(root), "nodes": [own_node.name]}},
+            "servedName": "smollm2",
+        },
+        engine={"kvCacheMemory": "64Mi"},
+        podTemplate={"spec": {"containers": [{"name": "megatron", "env": variables}]}},
+    )
+    status = await cached.until_phase("Running", within=240)
+    assert (status["cache"]["phase"], status["cache"]["filledNodes"]) == ("Ready", 1)
+    folder = root / stage_namespace / status["cache"]["source"]
+    assert (folder.stat().st_uid, (folder / Path(MODEL).name).stat().st_size) == (0, status["cache"]["totalBytes"])
+    pod = await cached.get("pod", "cached-0-0-0")
+    assert pod["spec"]["securityContext"]["runAsUser"] != 0
+    ask = ("python3", "-c", ASK_AND_STREAM, "http://127.0.0.1:8000/v1", QUESTION)
+    said = await cached.kubectl("exec", "cached-0-0-0", "--", *ask)
+    assert json.loads(said)["whole"] == "The capital of France is Paris."
+    await cached.kubectl("delete", "pod", "hub", "--grace-period=1")
+    await cached.kubectl("delete", "mi", "cached", "--timeout=90s")
+
+
 async def test_gpus_are_requested_and_too_many_are_reported_with_the_numbers(
     own_node: Node, real_stage: Stage, stage_namespace: str
 ) -> None:
@@ -217,10 +259,9 @@ async def test_gpus_are_requested_and_too_many_are_reported_with_the_numbers(
     own_node.kubectl("patch", "node", own_node.name, "--subresource=status", "--type=json", "-p", patch)
     wait_until(lambda: own_node.get("node", own_node.name)["status"]["allocatable"].get(GPU) == "2", "two GPUs")
     fits, too_many = (Resource(real_stage.cluster, stage_namespace, name) for name in ("fits", "too-many"))
-    path = "/models/SmolLM2-135M-Instruct.Q4_1.gguf"
     for resource, ranks in ((fits, 1), (too_many, 3)):
         pods = {"device": "cuda", "ranksPerPod": ranks, "resources": {"requests": {"cpu": 0}}}
-        spec = {"model": {"source": {"path": path}}, "pods": pods}
+        spec = {"model": {"source": {"path": MODEL}}, "pods": pods}
         await resource.apply({**manifest(resource.name), "spec": {**spec, "parallelism": {"tensor": ranks}}})
     asked = await fits.until_found("pod", "fits-0-0-0", lambda pod: pod["spec"].get("nodeName") == own_node.name)
     assert asked["spec"]["containers"][0]["resources"]["limits"] == {GPU: "1"}

@@ -113,22 +113,18 @@ async def test_each_node_is_filled_and_a_failed_download_is_explained(
         assert (status["cache"]["filledNodes"], status["cache"]["nodes"]) == (2, 2)
 
 
-async def test_nodes_are_selected_by_label_and_folders_of_other_resources_are_kept(
+async def test_nodes_are_selected_by_label_and_the_model_of_a_stopped_resource_is_there_before_its_start(
     chat: Resource, stage: ScriptedNode
 ) -> None:
     await chat.kubectl("label", "node", stage.name, f"pool={stage.name}")
     cache = {"hostPath": {"path": "/var/models", "nodeSelector": {"pool": stage.name}}}
-    other = Resource(chat.cluster, chat.namespace, "other")
-    await other.create(model=model(cache, revision="v9"), lifecycle="Stopped")
-    status = await other.until(lambda status: "cache" in status, "the other cache")
-    await chat.create(model=model(cache))
+    await chat.create(model=model(cache), lifecycle="Stopped")
     (pod,) = await downloads(chat)
-    words = pod["spec"]["containers"][0]["args"]
-    own = (await chat.until(lambda status: "cache" in status, "the cache"))["cache"]["source"]
-    assert {each for each in words if each.startswith("--keep")} == {
-        f"--keep={own}",
-        f"--keep={status['cache']['source']}",
-    }
+    required = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert [term["matchFields"][0]["values"] for term in required["nodeSelectorTerms"]] == [[stage.name]]
+    await stage.end_download(pod, 0, {"bytes": 1000, "commit": "c0ffee"})
+    status = await chat.until(lambda status: status.get("cache", {}).get("phase") == "Ready", "the cache")
+    assert (status["phase"], status["cache"]["filledNodes"]) == ("Stopped", 1)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from operator_support.resource import manifest
 from megatron_operator.api.parse import parse_resource
 from megatron_operator.names import PodIdentity
 from megatron_operator.render import download_job, render_pod
+from megatron_operator.render.cache_eviction import eviction_job, unused_record
 from megatron_operator.settings import Settings
 
 SPECS: dict[str, Object] = {
@@ -53,16 +54,17 @@ def test_a_pod_of_a_model_is_restricted(spec: str, index: int) -> None:
         assert "add" not in container["securityContext"]["capabilities"]
 
 
-def test_a_download_into_a_claim_is_restricted_and_one_into_a_node_needs_a_privileged_namespace() -> None:
+def test_jobs_of_a_claim_are_restricted_and_those_of_a_node_need_a_privileged_namespace() -> None:
     def download(**cache: Any) -> Object:
         obj = manifest(model={"source": {"huggingFace": {"repo": "org/m"}}, "cache": cache})
         obj["metadata"] |= {"namespace": "ns", "uid": "u"}
         node = "n" if "hostPath" in cache else None
-        job: Object = download_job(parse_resource(obj), "runtime:1", node, None)
-        return job["spec"]["template"]
+        job: Object = download_job(parse_resource(obj), "runtime:1", node)
+        return job
 
-    assert violations(download(claimName="c")) == []
-    assert violations(download(hostPath={"path": "/m", "nodes": ["n"]})) != []
+    for job in (of_claim := download(claimName="c"), eviction_job(unused_record(of_claim, "c"), "c", 3600)):
+        assert violations(job["spec"]["template"]) == []
+    assert violations(download(hostPath={"path": "/m", "nodes": ["n"]})["spec"]["template"]) != []
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -59,8 +59,8 @@ def reason(planning: Planning, kind: ConditionType) -> tuple[str, str]:
     return condition.status, condition.reason
 
 
-def container(planning: Planning, node: str | None = None, keep: list[str] | None = None) -> dict[str, Any]:
-    found: dict[str, Any] = download_job(planning.resource, "runtime:1", node, keep)["spec"]["template"]["spec"]
+def container(planning: Planning, node: str | None = None) -> dict[str, Any]:
+    found: dict[str, Any] = download_job(planning.resource, "runtime:1", node)["spec"]["template"]["spec"]
     return found
 
 
@@ -275,18 +275,24 @@ def test_the_cache_is_filled_while_the_model_is_stopped_and_removed_with_its_fie
     assert planning.status.cache is None
 
 
-def test_downloads_keep_the_folders_that_others_use_and_their_hash_does_not_depend_on_them() -> None:
+@pytest.mark.parametrize(("cache", "owned"), [(CLAIM, True), (NODES, False), ({"claimName": "shared"}, False)])
+def test_jobs_of_shared_caches_outlive_the_resource(cache: dict[str, Any], owned: bool) -> None:
+    planning = planned(cache)
+    for job in applied(planning.round(), names.JOB):
+        assert ("ownerReferences" in job["metadata"]) is owned
+        assert (names.OWNER_ANNOTATION in job["metadata"]["annotations"]) is not owned
+        assert job["metadata"]["annotations"][names.CACHED_SOURCE_ANNOTATION] == names.cached_source(planning.resource)
+
+
+def test_jobs_of_shared_caches_are_left_to_the_eviction() -> None:
     planning = planned({"claimName": "shared"})
-    planning.cluster.cached_sources = frozenset({"other"})
     (job,) = applied(planning.round(), names.JOB)
-    words = job["spec"]["template"]["spec"]["containers"][0]["args"]
-    own = names.cached_source(planning.resource)
-    assert sorted(each for each in words if each.startswith("--keep")) == sorted(["--keep=other", f"--keep={own}"])
-    planning.cluster.cached_sources = frozenset({"another"})
-    assert removed(planning.round(), names.JOB) == []
-    unknown = planned({"claimName": "shared"}).round()
-    (job,) = applied(unknown, names.JOB)
-    assert not any("--keep" in each for each in job["spec"]["template"]["spec"]["containers"][0]["args"])
+    complete(planning)
+    advance(planning, job["metadata"]["name"], DownloadPhase.COMPLETE, outlives_resource=True)
+    planning.spec["model"] = model({"claimName": "shared"}, revision="v2")
+    actions = planning.round()
+    assert len(applied(actions, names.JOB)) == 1
+    assert removed(actions, names.JOB) == []
 
 
 def test_more_nodes_and_a_larger_claim_replace_no_pods() -> None:

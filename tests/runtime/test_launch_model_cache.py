@@ -16,7 +16,7 @@ import httpx
 import pytest
 from suite_support.loopback_hub import COMMIT, LoopbackHub
 
-from megatron_runtime.launch.model_cache import PARTIAL, RECORD, evict
+from megatron_runtime.launch.model_cache import PARTIAL, RECORD
 
 WEIGHTS = bytes(range(256)) * 4096
 FILES = {"config.json": b"{}", "model.safetensors": WEIGHTS, "README.md": b"words"}
@@ -142,28 +142,64 @@ def test_a_damaged_folder_is_filled_again(begin: Begin, hub: LoopbackHub, folder
     assert hub.downloads == sorted(2 * WANTED)
 
 
-def test_folders_that_nothing_uses_are_removed_after_an_hour(folder: Path) -> None:
-    for name in ("source", "used", "unused", f"broken{PARTIAL}", "of another program"):
-        (folder.parent / name).mkdir(parents=True)
-        if not name.startswith(("broken", "of")):
-            (folder.parent / name / RECORD).write_text("{}")
-    assert evict(folder, keep=["used"]) == []
-    assert evict(folder, keep=["used"], now=time.time() + 3601) == [f"broken{PARTIAL}", "unused"]
-    assert sorted(path.name for path in folder.parent.iterdir()) == ["of another program", "source", "used"]
+def evict(folder: Path, unused_for: float = 0) -> tuple[int, str]:
+    """Exit code and standard error of the command."""
+    command = [*FETCH[:-1], "evict", str(folder), f"--unused-for={unused_for}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr
 
 
-def test_the_command_keeps_the_named_folders_and_young_ones(begin: Begin, folder: Path) -> None:
-    for name in ("used", "unused", "young"):
-        (folder.parent / name).mkdir(parents=True)
-        (folder.parent / name / RECORD).write_text("{}")
-        if name != "young":
-            os.utime(folder.parent / name, (0, 0))
-    code, errors = end(begin("--keep", "used"))
-    assert (code, "removed unused" in errors) == (0, True)
-    assert {path.name for path in folder.parent.iterdir() if path.is_dir()} == {"source", "used", "young"}
+def test_an_evicted_folder_is_removed_and_filled_again_by_the_next_download(
+    begin: Begin, hub: LoopbackHub, folder: Path
+) -> None:
+    other = folder.with_name("other")
+    other.mkdir(parents=True)
+    assert end(begin())[0] == 0
+    code, errors = evict(folder)
+    assert (code, f"{folder} is removed" in errors) == (0, True)
+    assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == [other.name]
+    assert evict(folder)[0] == 0  # a Job that is repeated
+    assert end(begin())[0] == 0
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+    assert hub.downloads == sorted(2 * WANTED)
+
+
+def test_a_folder_that_a_download_has_found_again_stays(begin: Begin, hub: LoopbackHub, folder: Path) -> None:
+    assert end(begin())[0] == 0
+    os.utime(folder, (0, 0))
+    assert end(begin())[0] == 0
+    assert "is in use and stays" in evict(folder, 60)[1]
+    assert (folder / RECORD).exists()
+    assert hub.downloads == WANTED
+    os.utime(folder, (0, 0))
+    assert "is removed" in evict(folder, 60)[1]
+
+
+def test_a_folder_stays_while_a_download_fills_it(begin: Begin, hub: LoopbackHub, folder: Path) -> None:
+    partial = folder.with_name(f"{folder.name}{PARTIAL}")
+    hub.may_finish.clear()
+    process = begin()
+    while not partial.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    assert "is in use and stays" in evict(folder)[1]
+    assert partial.exists()
+    process.kill()
+    process.communicate()
+    hub.may_finish.set()
+    assert "is removed" in evict(folder)[1]
+    assert not partial.exists()
+
+
+def test_other_folders_are_not_evicted(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    code, errors = evict(folder)
+    assert (code, f"{folder}: is no folder of a model cache" in errors) == (2, True)
+    assert folder.exists()
+    assert evict(folder / "missing" / "folder") == (0, f"model: {folder / 'missing' / 'folder'} is removed\n")
 
 
 def test_folders_need_a_source(tmp_path: Path) -> None:
-    for flags in (["--into", str(tmp_path)], ["owner/model", "--keep", "a"]):
+    for flags in (["--into", str(tmp_path)], ["--revision", "main"]):
         done = subprocess.run([*FETCH, *flags], capture_output=True, text=True, check=False)
         assert (done.returncode, "requires" in done.stderr) == (2, True)

@@ -76,6 +76,14 @@ def test_a_value_out_of_range_is_refused_by_name(field: str, value: object) -> N
         ({3: 101}, "101 for token 3"),
         ({3: math.nan}, "nan for token 3"),
         ({3: "1"}, "'1' for token 3"),
+        ({3: True}, "True for token 3"),
+        ({1: 0.5, 2: math.nan, 3: 0.5}, "nan for token 2"),
+        ({1: 0.5, -2: 0.5}, "-2 is not a token id"),
+        ({"1": 0.5, "": 0.5}, "'' is not a token id"),
+        ({"1": 0.5, "-2": 0.5}, "'-2' is not a token id"),
+        ({"1": 0.5, "٢": 0.5}, "'٢' is not a token id"),
+        ({"1": 0.5, "1" * 19: 0.5}, f"'{'1' * 19}' is not a token id"),
+        ({1: 0.5, 2.0: 0.5}, "2.0 is not a token id"),
     ],
 )
 def test_an_invalid_bias_is_refused(bias: object, words: str) -> None:
@@ -85,6 +93,7 @@ def test_an_invalid_bias_is_refused(bias: object, words: str) -> None:
 
 
 def test_biases_may_name_their_tokens_in_text_as_json_does() -> None:
+    assert SamplingParams(logit_bias={"3": 1, "40": -2.5}).logit_bias == {3: 1.0, 40: -2.5}  # type: ignore[dict-item]
     assert SamplingParams(logit_bias={"3": 1, 4: -2.5}).logit_bias == {3: 1.0, 4: -2.5}  # type: ignore[dict-item]
     assert SamplingParams(logit_bias={}).logit_bias is None
 

@@ -128,7 +128,6 @@ class KubernetesAdapter:
                 await asyncio.gather(*(self._ask(pod) for pod in downloads)),
             ),
             cache_nodes=await self._caches.nodes(cache),
-            cached_sources=await self._caches.neighbours(namespace, cache),
         )
 
     async def dropped_fields(self, pod: Manifest, override: Manifest) -> Mapping[str, Any]:
@@ -227,7 +226,9 @@ class KubernetesAdapter:
                 await self.control_client.set_role(address, leader=leader, epoch=epoch, lifecycle=lifecycle)
 
     def _owns(self, obj: Object) -> bool:
-        return any(owner.get("uid") == self._uid for owner in obj["metadata"].get("ownerReferences") or [])
+        metadata = obj["metadata"]
+        owners = [owner.get("uid") for owner in metadata.get("ownerReferences") or []]
+        return self._uid in [*owners, (metadata.get("annotations") or {}).get(names.OWNER_ANNOTATION)]
 
     def _has_secret(self, secret: Object, name: str) -> bool:
         """Whether the Secret is the resource's. The operator may not change Secrets, so an orphan stays one."""

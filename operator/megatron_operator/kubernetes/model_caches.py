@@ -1,15 +1,15 @@
-"""What a cluster tells about the model cache of one resource: its Jobs and claim, its nodes, and its neighbours."""
+"""What a cluster tells about the model cache of one resource: its Jobs and claim, and its nodes."""
 
 from __future__ import annotations
 
 import asyncio
 import http
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_operator import names
-from megatron_operator.api.parse import InvalidResource, parse_resource
-from megatron_operator.api.v1alpha1 import API_VERSION, KIND, Cache
+from megatron_operator.api.v1alpha1 import Cache
 from megatron_operator.control_client import PodReport
 from megatron_operator.downloads import DownloadPhase, ObservedDownload
 from megatron_operator.kubernetes.api_server import ApiServer, ServerRefusal
@@ -69,33 +69,19 @@ class ModelCaches:
             return None
         return tuple(sorted(node["metadata"]["name"] for node in found if node_is_ready(node)))
 
-    async def neighbours(self, namespace: str, cache: Cache | None) -> frozenset[str] | None:
-        """The sources that the resources of the namespace have in shared caches, or that their pods still read.
-
-        None without a shared cache, and when a resource cannot be read: then nothing may be removed.
-        """
-        if cache is None or not cache.is_shared or not self._is_enabled:
-            return None
-        sources: set[str] = set()
-        for obj in await self._api.list("MegatronInference", namespace, {}):
-            try:
-                # Items of a list have no kind.
-                resource = parse_resource({**obj, "apiVersion": API_VERSION, "kind": KIND})
-            except InvalidResource:
-                return None
-            if resource.spec.model.cache is not None:
-                sources.add(names.cached_source(resource))
-            if resource.status.cache is not None:
-                sources.update(resource.status.cache.in_use)
-        return frozenset(sources)
-
 
 def observed_downloads(
     jobs: Iterable[Object], pods: Sequence[Object], answers: Sequence[Answer]
 ) -> list[ObservedDownload]:
     """The Jobs, each with what its latest pod reports."""
     told = list(zip(pods, answers, strict=True))
-    return [_download(job, [(pod, answer) for pod, answer in told if _owner(job, pod)]) for job in jobs]
+    found = [(job, _download(job, [(pod, answer) for pod, answer in told if _owner(job, pod)])) for job in jobs]
+    return [replace(each, outlives_resource=outlives_resource(job)) for job, each in found]
+
+
+def outlives_resource(job: Object) -> bool:
+    """Whether it is a download Job of a shared cache."""
+    return names.OWNER_ANNOTATION in (job["metadata"].get("annotations") or {})
 
 
 def _download(job: Object, pods: Collection[tuple[Object, Answer]]) -> ObservedDownload:

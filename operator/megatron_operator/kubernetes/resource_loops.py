@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 
 from megatron_operator.control_client import pod_http_client
 from megatron_operator.kubernetes.api_server import ApiServer, Json
+from megatron_operator.kubernetes.cache_eviction import CacheEviction
 from megatron_operator.kubernetes.disruptions import Disruptions
 from megatron_operator.kubernetes.fleet_rollout import FleetRollout
 from megatron_operator.kubernetes.gang_kinds import GangKinds
@@ -22,8 +24,10 @@ Key = tuple[str, str]
 class ResourceLoops:
     """One loop per resource, from its first event until it is gone. No loop runs before ``start_leading``."""
 
-    def __init__(self, api: ApiServer, settings: Settings, meters: Meters, watch: Watch) -> None:
-        """``watch`` is called with each optional kind that has an object."""
+    def __init__(
+        self, api: ApiServer, settings: Settings, meters: Meters, watch: Watch, namespaces: Collection[str] = ()
+    ) -> None:
+        """``watch`` is called with each optional kind that has an object. No ``namespaces`` means all."""
         slots = asyncio.Semaphore(MAX_CONCURRENT_ROUNDS)
         fleet = FleetRollout(settings.max_concurrent_upgrades, meters, lambda key: self.wake(*key))
         kinds = MissingKinds(api, watch)
@@ -31,6 +35,7 @@ class ResourceLoops:
         self._shared = Shared(
             api, pod_http_client(), settings, meters, slots, kinds, GangKinds(api), self._disruptions, fleet
         )
+        self._eviction = CacheEviction(api, namespaces, settings.cache_retention) if settings.model_caches else None
         self._leading = False
         self._waiting: set[Key] = set()
         """Resources that were seen while this operator does not hold the Lease."""
@@ -42,6 +47,8 @@ class ResourceLoops:
         self._leading = True
         self._shared.meters.set_leading(True)
         self._shared.fleet.start()
+        if self._eviction is not None:
+            self._eviction.start()
         while self._waiting:
             self._start(self._waiting.pop())
 
@@ -50,6 +57,8 @@ class ResourceLoops:
         self._leading = False
         self._shared.meters.set_leading(False)
         self._shared.fleet.stop()
+        if self._eviction is not None:
+            await self._eviction.stop()
         self._waiting |= self._loops.keys()
         for task in self._tasks:
             task.cancel()

@@ -6,7 +6,6 @@ it is complete, and the volume of a pod is that folder alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from megatron_operator import names
@@ -80,14 +79,20 @@ def cached_mount(resource: MegatronInference) -> Json | None:
     return {"name": VOLUME, "mountPath": CACHED_MODEL_MOUNT, "readOnly": True, **below}
 
 
-def download_job(resource: MegatronInference, image: str, node: str | None, keep: Collection[str] | None) -> Json:
+def download_job(resource: MegatronInference, image: str, node: str | None) -> Json:
     """The Job that fills the cache of the node, or of the claim, with its hash annotation.
 
-    ``keep`` are the sources whose folders must stay; None to remove none. The hash is the same for all of them.
+    That of a shared cache has no owner: it is the record that the model is there when the resource is gone.
     """
+    cache = resource.spec.model.cache
     metadata = child_metadata(resource, names.download_job(resource, node))
+    annotations = {names.CACHED_SOURCE_ANNOTATION: names.cached_source(resource)}
+    if cache is not None and cache.is_shared:
+        (owner,) = metadata.pop("ownerReferences")
+        annotations[names.OWNER_ANNOTATION] = owner["uid"]
     if node is not None:
-        metadata["annotations"] = {names.CACHE_NODE_ANNOTATION: node}
+        annotations[names.CACHE_NODE_ANNOTATION] = node
+    metadata["annotations"] = annotations
     manifest: Json = {
         "apiVersion": "batch/v1",
         "kind": names.JOB,
@@ -102,10 +107,7 @@ def download_job(resource: MegatronInference, image: str, node: str | None, keep
             },
         },
     }
-    hashed = with_applied_hash(manifest)
-    container = hashed["spec"]["template"]["spec"]["containers"][0]
-    container["args"] = [*container["args"], *(f"--keep={each}" for each in sorted(keep or ()))]
-    return hashed
+    return with_applied_hash(manifest)
 
 
 def _pod_spec(resource: MegatronInference, image: str, node: str | None) -> Json:

@@ -22,6 +22,8 @@ def make_batch_invariant(model: Decoder, kv_cache: KVCache) -> None:
         obstacle = "the order in which several ranks add their parts may depend on the size of the batch"
     elif kv_cache.is_resident and not has_gpu_attention(kv_cache):
         obstacle = "the attention of this model is PyTorch's, whose bits depend on the batch"
+    elif model.config.recurrent is not None:
+        obstacle = "the recurrent layers of this model have PyTorch's sums, whose bits may depend on the batch"
     if obstacle is not None:
         raise ConfigurationError(f"batch_invariant=True: {obstacle}; leave it out", field="batch_invariant")
     fix_rows(model)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.block_tables import BlockTables
-from megatron_runtime.engine.context_limits import ContextLimits
+from megatron_runtime.engine.context_limits import ContextLimits, config_for_model
 from megatron_runtime.engine.packed_arrays import on_device
 from megatron_runtime.engine.routing_store import ExpertRouting
 from megatron_runtime.engine.sampling.grammar import RequestGuide
@@ -99,8 +99,10 @@ class DynamicInferenceContext:
             self._allocate(model.config, model.dtype, model.device, model.shard)
 
     def _allocate(self, model_config: ModelConfig, dtype: torch.dtype, device: torch.device, shard: Shard) -> None:
-        inference_config = self.config
         self.device = device
+        self.config = inference_config = config_for_model(model_config, self.config)
+        self.has_states = model_config.recurrent is not None
+        """Whether each row is the slot of the recurrent states of a sequence."""
         self.limits = ContextLimits.derive(
             shard.largest_cache_config, inference_config, dtype=dtype, device_type=self.device.type
         )
@@ -198,6 +200,8 @@ class DynamicInferenceContext:
             "block_tables": self.block_tables.padded(rows, contexts),
             "logit_rows": _logit_rows(slices, query_starts),
         }
+        if self.has_states:
+            arrays["state_slots"] = rows.astype(np.int64)
         return ForwardBatch(**on_device(arrays, self.device), adapters=self._adapter_rows(slices))
 
     def _adapter_rows(self, slices: Slices[SequenceSlice]) -> AdapterRows | None:

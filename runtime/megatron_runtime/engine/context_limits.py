@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_runtime.config import CUDA_TOKENS_PER_PASS, DEFAULT_MAX_REQUESTS, InferenceConfig
 from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.model.attention_kind import attention_kind
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.kv_cache import KVCache
 
@@ -46,8 +47,11 @@ class ContextLimits:
         """
         max_sequence_length = _sequence_length(model_config, config)
         blocks_each = -(-max_sequence_length // config.block_size_tokens)
-        max_requests = config.max_requests or min(DEFAULT_MAX_REQUESTS, config.max_tokens or DEFAULT_MAX_REQUESTS)
-        num_blocks = min(_affordable_blocks(model_config, config, dtype, device_type), max_requests * blocks_each)
+        wanted = config.max_requests or min(DEFAULT_MAX_REQUESTS, config.max_tokens or DEFAULT_MAX_REQUESTS)
+        max_requests, affordable = _divide_pool(model_config, config, dtype, device_type, wanted)
+        if max_requests < wanted:
+            _logger.info("max_requests=%d: the pool has room for the states of %d requests", wanted, max_requests)
+        num_blocks = min(affordable, max_requests * blocks_each)
         return cls(
             num_blocks=num_blocks,
             block_size_tokens=config.block_size_tokens,
@@ -65,14 +69,37 @@ class ContextLimits:
             ConfigurationError: The device has too little memory.
         """
         try:
-            return KVCache(model_config, self.num_blocks, self.block_size_tokens, dtype, device)
+            return KVCache(
+                model_config, self.num_blocks, self.block_size_tokens, dtype, device, num_states=self.max_requests
+            )
         except (RuntimeError, MemoryError) as error:
-            size = self.num_blocks * KVCache.block_bytes(model_config, self.block_size_tokens, dtype)
+            layout = attention_kind(model_config).cache_layout
+            size = self.num_blocks * layout.block_bytes(self.block_size_tokens, dtype.itemsize)
+            size += self.max_requests * layout.state_bytes
             raise ConfigurationError(
                 f"the KV cache of {size} bytes can't be allocated on {device} ({error}); "
                 "lower kv_cache_memory_bytes, max_requests or max_sequence_length",
                 field="kv_cache_memory_bytes",
             ) from error
+
+
+def config_for_model(model_config: ModelConfig, config: InferenceConfig) -> InferenceConfig:
+    """The configuration without what recurrent layers can't do yet.
+
+    Raises:
+        ConfigurationError: Their states can't return to the token before a wrong draft.
+    """
+    if model_config.recurrent is None:
+        return config
+    if config.num_speculative_tokens:
+        raise ConfigurationError(
+            f"num_speculative_tokens={config.num_speculative_tokens}: {model_config.architecture} has recurrent "
+            "layers, whose states can't return to the token before a wrong draft; set 0",
+            field="num_speculative_tokens",
+        )
+    if config.enable_prefix_caching:
+        _logger.info("enable_prefix_caching=False: blocks have no states of the recurrent layers to begin with")
+    return replace(config, enable_prefix_caching=False)
 
 
 def _sequence_length(model_config: ModelConfig, config: InferenceConfig) -> int:
@@ -84,17 +111,22 @@ def _sequence_length(model_config: ModelConfig, config: InferenceConfig) -> int:
     return min(config.max_sequence_length, longest)
 
 
-def _affordable_blocks(model_config: ModelConfig, config: InferenceConfig, dtype: torch.dtype, device_type: str) -> int:
-    each = KVCache.block_bytes(model_config, config.block_size_tokens, dtype)
-    available = config.pool_bytes(device_type)
-    if available < each:
+def _divide_pool(
+    model_config: ModelConfig, config: InferenceConfig, dtype: torch.dtype, device_type: str, max_requests: int
+) -> tuple[int, int]:
+    """The requests that the pool has room for, and its blocks."""
+    layout = attention_kind(model_config).cache_layout
+    size = config.block_size_tokens, dtype.itemsize
+    available, smallest = config.pool_bytes(device_type), layout.smallest_pool(*size)
+    if available < smallest:
         field = "buffer_size_gb" if config.kv_cache_memory_bytes is None else "kv_cache_memory_bytes"
+        states = f" and the recurrent states of one request, {layout.state_bytes} bytes" if layout.state_bytes else ""
         raise ConfigurationError(
-            f"{field}={getattr(config, field)} is less than one KV block of {each} bytes "
-            f"({config.block_size_tokens} tokens); raise it or lower block_size_tokens",
+            f"{field}={getattr(config, field)} is less than one KV block of {layout.block_bytes(*size)} bytes "
+            f"({config.block_size_tokens} tokens){states}; raise it or lower block_size_tokens",
             field=field,
         )
-    return available // each
+    return layout.divide(available, *size, max_requests, is_chosen=config.max_requests is not None)
 
 
 def _tokens_per_pass(config: InferenceConfig, max_requests: int, max_sequence_length: int, device_type: str) -> int:

@@ -98,6 +98,8 @@ def _obstacle(model: Decoder, context: DynamicInferenceContext) -> str | None:
         return "the model is divided among several ranks, whose communication is not captured"
     if not has_gpu_attention(context.kv_cache):
         return "its attention has no kernel of this project, and PyTorch's depends on values on the host"
+    if model.config.recurrent is not None:
+        return "it has recurrent layers, whose computation is not captured"
     if any(isinstance(module, Experts) for module in model.modules()):
         return "the host has to know which experts a pass has chosen"
     return None

@@ -105,7 +105,10 @@ def run_largest_pass(
     """
     model = controller.model
     blocks = -(-limits.max_tokens // limits.block_size_tokens)
-    cache = KVCache(model.shard.cache_config, min(blocks, 64), limits.block_size_tokens, model.dtype, model.device)
+    cache = KVCache(
+        *(model.shard.cache_config, min(blocks, 64), limits.block_size_tokens, model.dtype, model.device),
+        num_states=limits.max_requests,
+    )
     batch = _largest_batch(limits, cache.num_blocks, model.device)
     tape = RoutingTape() if records_routing else None
     if not model.ranks.position.samples:
@@ -149,5 +152,6 @@ def _largest_batch(limits: ContextLimits, num_blocks: int, device: torch.device)
         "context_lengths": contexts.astype(np.int32),
         "block_tables": tables.astype(np.int32),
         "logit_rows": query_starts[1:] - 1,
+        "state_slots": np.arange(requests),
     }
     return ForwardBatch(adapters=None, **{name: torch.from_numpy(values).to(device) for name, values in arrays.items()})

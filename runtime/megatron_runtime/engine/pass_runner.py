@@ -135,13 +135,19 @@ class PassRunner:
             with draft_rows(slices) as rows:
                 output = self._run(rows)
         except torch.OutOfMemoryError as error:
-            self._scheduler.withdraw(slices)
+            self._withdraw(slices)
             self._fail_for_memory(slices, error)
             return None
         except BaseException:
-            self._scheduler.withdraw(slices)
+            self._withdraw(slices)
             raise
         return _Pass(slices, [self._requests[part.sequence.request_id] for part in slices], output)
+
+    def _withdraw(self, slices: list[SequenceSlice]) -> None:
+        """Undo the schedule of a pass that failed. Recurrent states that it may have changed are computed again."""
+        self._scheduler.withdraw(slices)
+        if self._context.has_states:
+            self.evict_all()
 
     def _fail_for_memory(self, slices: list[SequenceSlice], error: torch.OutOfMemoryError) -> None:
         """End the requests that want log probabilities of prompts, or else all requests of the pass.

@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread
 
 from megatron_runtime.launch.control_api import create_download_api
 from megatron_runtime.launch.identity import Identity
-from megatron_runtime.launch.model_cache import Download, Source, evict, fill, report_success
+from megatron_runtime.launch.model_cache import Download, Source, fill, report_success
 from megatron_runtime.launch.ports import CONTROL_PORT
 from megatron_runtime.server.http_server import HttpServer
 from megatron_runtime.server.listening_socket import bind
 
 
-def download_into(folder: Path, source: Source, *, keep: Sequence[str] | None = None) -> Path:
+def download_into(folder: Path, source: Source) -> Path:
     """Fills the folder and returns it. In a pod of an operator, the control API serves the progress meanwhile.
 
-    With ``keep`` all other folders beside it are removed, see ``model_cache.evict``. Raises CheckpointError,
-    ConfigurationError or OSError.
+    Raises CheckpointError, ConfigurationError or OSError.
     """
     identity = Identity.from_environment(os.environ)
     download = Download(folder)
@@ -31,9 +29,6 @@ def download_into(folder: Path, source: Source, *, keep: Sequence[str] | None = 
     if unverifiable := [file.name for file in download.files or () if not file.is_verifiable]:
         words = unverifiable[0] if len(unverifiable) == 1 else f"{len(unverifiable)} files"
         print(f"model: no checksum is stated of {words}; only the size was compared", file=sys.stderr)
-    if keep is not None:
-        for name in evict(folder, keep=keep):
-            print(f"model: removed {name}, which nothing uses any more", file=sys.stderr)
     report_success(download)
     return folder
 

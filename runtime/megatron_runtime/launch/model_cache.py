@@ -6,11 +6,13 @@ downloaded. While a download runs, its folder has the suffix ``.partial``, and t
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,6 @@ from megatron_runtime.model.formats.source import resolve_source
 RECORD = ".megatron-cache.json"
 """In each complete folder: the source and the files."""
 PARTIAL = ".partial"
-YOUNG = 3600.0
-"""Seconds for which a folder is kept in any case: another resource may just have filled it."""
 READABLE = 0o444
 SEARCHABLE = 0o555
 
@@ -112,8 +112,10 @@ def fill(download: Download, source: Source) -> None:
     """
     folder = download.folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with alone(folder.with_name(f".{folder.name}.lock")):
-        if (recorded := _recorded(folder)) is None:
+    with alone(_lock(folder)):
+        if (recorded := _recorded(folder)) is not None:
+            os.utime(folder)  # it is used again
+        else:
             files = list(source.files())
             if not files:
                 raise CheckpointError(f"{source}: has no files of a checkpoint. Check its name")
@@ -123,21 +125,37 @@ def fill(download: Download, source: Source) -> None:
         download.files, download.is_complete = recorded, True
 
 
-def evict(folder: Path, *, keep: Collection[str], now: float | None = None) -> list[str]:
-    """Removes the folders beside ``folder`` that are neither young nor named in ``keep``, and returns their names.
+def evict(folder: Path, *, unused_for: float) -> bool:
+    """Removes the folder, complete or not, and returns whether it is gone.
 
-    Only folders that this module made are removed.
+    It stays while a run fills it, and if a run has filled or found it in the last ``unused_for`` seconds. Raises
+    CheckpointError for a folder that is not of this module, and OSError.
     """
-    now = time.time() if now is None else now
-    removed = []
-    for other in sorted(folder.parent.iterdir()):
-        name = other.name.removesuffix(PARTIAL)
-        ours = (other / RECORD).exists() or (other.name.endswith(PARTIAL) and other.is_dir())
-        if not ours or name == folder.name or name in keep or now - other.stat().st_mtime < YOUNG:
-            continue
-        shutil.rmtree(other)
-        removed.append(other.name)
-    return removed
+    if not folder.parent.exists():
+        return True
+    partial = _partial(folder)
+    with _locked_now(folder) as is_locked:
+        if not is_locked or (folder.exists() and time.time() - folder.stat().st_mtime < unused_for):
+            return False
+        if folder.exists() and not (folder / RECORD).exists():
+            raise CheckpointError(f"{folder}: is no folder of a model cache, as it has no {RECORD}. Name another one")
+        for each in (partial, folder):
+            if each.exists():
+                # By a rename, so that an interrupted removal leaves no folder that seems to be complete.
+                shutil.rmtree(each if each == partial else each.rename(partial))
+    return True
+
+
+@contextmanager
+def _locked_now(folder: Path) -> Iterator[bool]:
+    """Whether no other run fills the folder; none begins meanwhile."""
+    with _lock(folder).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 def report_success(download: Download) -> None:
@@ -169,6 +187,10 @@ def _recorded(folder: Path) -> list[RemoteFile] | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return files if all(_size(folder / file.name) == file.size for file in files) else None
+
+
+def _lock(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.lock")
 
 
 def _partial(folder: Path) -> Path:

@@ -72,6 +72,11 @@ def plan_engine(
             f"--max-sequence-length {engine.max_sequence_length}: the model supports {facts.longest} tokens; "
             f"use {facts.longest} or less"
         )
+    if facts.cache_layout.state_bytes and engine.num_speculative_tokens:
+        raise ConfigurationError(
+            f"--num-speculative-tokens {engine.num_speculative_tokens}: {facts.architecture} has recurrent layers, "
+            "whose states can't return to the token before a wrong draft; use 0, or omit it"
+        )
     weights = _weight_bytes(engine, facts)
     length = engine.max_sequence_length or facts.longest
     if engine.device != "cpu":
@@ -147,7 +152,8 @@ def _cache_bytes(options: LaunchOptions, facts: CheckpointFacts, weights: int, s
             f"{format_bytes(RANK_OVERHEAD)} of overhead, but its share of the memory is {format_bytes(share)}; give "
             "the pod more memory, or use a smaller --dtype, fewer replica groups or a smaller model"
         )
-    return max(min(USUAL_KV_CACHE, int(left * KV_SHARE)), _block_bytes(options.engine, facts))
+    smallest = facts.cache_layout.smallest_pool(options.engine.block_size_tokens, element_bytes(options.engine))
+    return max(min(USUAL_KV_CACHE, int(left * KV_SHARE)), smallest)
 
 
 def _block_bytes(engine: EngineOptions, facts: CheckpointFacts) -> int:
@@ -157,15 +163,22 @@ def _block_bytes(engine: EngineOptions, facts: CheckpointFacts) -> int:
 def _length(options: LaunchOptions, facts: CheckpointFacts, cache: int, length: int) -> int:
     """The longest sequence that fits the cache, at most ``length``."""
     engine = options.engine
-    block = _block_bytes(engine, facts)
-    fitting = cache // block * engine.block_size_tokens
-    if not fitting:
+    block, layout = _block_bytes(engine, facts), facts.cache_layout
+    size = engine.block_size_tokens, element_bytes(engine)
+    smallest = layout.smallest_pool(*size)
+    if cache < smallest:
+        states = f" and {format_bytes(layout.state_bytes)} of recurrent states" if layout.state_bytes else ""
         raise ConfigurationError(
             f"--kv-cache-memory {format_bytes(cache)}: too small for a single block of {engine.block_size_tokens} "
-            f"tokens; give at least {format_bytes(block)}"
+            f"tokens{states}; give at least {format_bytes(smallest)}"
         )
+    requests = engine.max_requests or DEFAULT_MAX_REQUESTS
+    _, blocks = layout.divide(cache, *size, requests, is_chosen=engine.max_requests is not None)
+    fitting = blocks * engine.block_size_tokens
     if engine.max_sequence_length is not None and fitting < length:
         needed = (length + engine.block_size_tokens) * block // engine.block_size_tokens
+        of_states = requests * layout.state_bytes
+        needed += of_states if engine.max_requests is not None else min(of_states, max(needed, layout.state_bytes))
         raise ConfigurationError(
             f"--max-sequence-length {length}: a KV cache of {format_bytes(cache)} holds {fitting} tokens; "
             f"use {fitting} or less, or --kv-cache-memory {format_bytes(needed)} or more"

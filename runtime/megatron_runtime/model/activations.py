@@ -19,4 +19,7 @@ def activation_elements(shard: Shard) -> int:
     if config.experts is not None:
         inner = 3 * len(shard.expert_channels(config.experts)) + 3 * config.hidden_size
         widths.append(config.experts.per_token * inner)
+    if (recurrent := config.recurrent) is not None:
+        # The projection, its float32 copy and its parts, which take twice the memory in 16 bits.
+        widths.append(6 * (recurrent.channels + recurrent.values))
     return _RESIDUAL_COPIES * config.hidden_size + max(attention, *widths)

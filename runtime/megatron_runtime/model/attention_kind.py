@@ -51,9 +51,15 @@ class GroupedQueryAttention(AttentionKind):
 
     @property
     def cache_layout(self) -> CacheLayout:
-        """One key and one value per key and value head."""
-        config = self.config
-        return CacheLayout(config.num_layers, config.num_kv_heads, config.head_dim, config.head_dim)
+        """One key and one value per key and value head; recurrent layers have states instead."""
+        config, recurrent = self.config, self.config.recurrent
+        if recurrent is None:
+            return CacheLayout(config.num_layers, config.num_kv_heads, config.head_dim, config.head_dim)
+        return CacheLayout(
+            config.num_layers - len(recurrent.layers),
+            *(config.num_kv_heads, config.head_dim, config.head_dim),
+            state_bytes=recurrent.state_bytes,
+        )
 
 
 class MultiHeadLatentAttention(AttentionKind):

@@ -17,6 +17,8 @@ class CacheLayout:
     value_width: int
     values_in_keys: bool = False
     """Whether the last ``value_width`` elements of a key are the value, so that values take no memory of their own."""
+    state_bytes: int = 0
+    """Bytes of the recurrent states of one sequence; 0 in a model without recurrent layers."""
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -33,3 +35,22 @@ class CacheLayout:
     def block_bytes(self, block_size_tokens: int, element_bytes: int) -> int:
         """Bytes of one block in all layers."""
         return self.num_layers * self.heads * block_size_tokens * sum(self.widths) * element_bytes
+
+    def smallest_pool(self, block_size_tokens: int, element_bytes: int) -> int:
+        """Bytes of the smallest pool that `divide` accepts: the states and a block of one sequence."""
+        return self.state_bytes + self.block_bytes(block_size_tokens, element_bytes)
+
+    def divide(
+        self, num_bytes: int, block_size_tokens: int, element_bytes: int, sequences: int, *, is_chosen: bool
+    ) -> tuple[int, int]:
+        """The sequences that a pool of this size has states for, and its blocks. It is not below `smallest_pool`.
+
+        There are at most ``sequences``, each of them with a block. Unless that number ``is_chosen`` by the user, states
+        take at most half of the pool. Without states, it is no limit.
+        """
+        if self.state_bytes:
+            sequences = min(sequences, num_bytes // self.smallest_pool(block_size_tokens, element_bytes))
+            if not is_chosen:
+                sequences = min(sequences, max(1, num_bytes // 2 // self.state_bytes))
+        rest = num_bytes - sequences * self.state_bytes
+        return sequences, rest // self.block_bytes(block_size_tokens, element_bytes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_runtime.errors import CheckpointError
+from megatron_runtime.model.recurrent_config import GatedDeltaConfig
 
 NormKind = Literal["rms", "rms_plus_one", "layer", "layer_without_bias"]
 """``rms``; ``rms_plus_one``, whose stored weights are one less; ``layer``: mean and variance, with a bias or none."""
@@ -211,6 +212,10 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     latent_attention: LatentAttentionConfig | None = None
     """None: grouped-query attention."""
+    recurrent: GatedDeltaConfig | None = None
+    """None: all layers have attention."""
+    attention_output_gate: bool = False
+    """Whether the output of each head is multiplied by the sigmoid of a projection of its own."""
     rotary_dim: int | None = None
     """Number of leading channels of each head that are rotated; None means all."""
     rope_interleave: bool = False
@@ -288,15 +293,17 @@ class ModelConfig:
                 f"{source}: interval of the query temperature is {self.query_temperature.interval}, expected 1 or more "
                 "tokens"
             )
-        if self.experts is not None:
-            self.experts.check(source)
         if not 0 <= self.prediction_layers <= self.num_layers:
             raise CheckpointError(
                 f"{source}: number of prediction layers is {self.prediction_layers:,}, expected 0 to {self.num_layers}"
             )
-        self._check_rotation(source)
+        if self.experts is not None:
+            self.experts.check(source)
+        self._check_layers(source)
 
-    def _check_rotation(self, source: str) -> None:
+    def _check_layers(self, source: str) -> None:
+        if self.recurrent is not None:
+            self.recurrent.check(source, self.num_layers)
         turned = self.head_dim if self.rotary_dim is None else self.rotary_dim
         if turned % 2 or not 2 <= turned <= self.head_dim:
             raise CheckpointError(

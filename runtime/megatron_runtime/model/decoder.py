@@ -17,12 +17,13 @@ from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.head import Head
 from megatron_runtime.model.hidden_pool import HiddenPool
 from megatron_runtime.model.kernel_warm_up import use_kernels
-from megatron_runtime.model.kernels import cpu_attention, row_kernels
+from megatron_runtime.model.kernels import cpu_attention, delta_kernels, row_kernels
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.lora.adapter_slots import AdapterSlots
 from megatron_runtime.model.packed_linear import can_pack, pack_linears
 from megatron_runtime.model.placements import Placement, layer_placements, norm_placements, whole
 from megatron_runtime.model.positions import Positions
+from megatron_runtime.model.recurrence import RecurrentPlan
 from megatron_runtime.model.routing_tape import RoutingTape
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.ranks import Ranks
@@ -91,12 +92,15 @@ class Decoder(nn.Module):
         experts of this stage's layers; ``pool`` gets hidden states after the last norm, on the last stage.
         """
         plan = plan_attention(batch, kv_cache)
+        recurrent = self.config.recurrent
+        recurrence = None if recurrent is None else RecurrentPlan(batch)
         positions = self.positions(batch.positions)
         if self.adapters is not None:
             self.adapters.begin(batch.adapters)
         hidden = self._begin(batch)
         for index, (number, layer) in enumerate(zip(self.shard.layers, self.layers, strict=True)):
-            hidden = layer(hidden, positions[number], plan, kv_cache.layer(index), tape)
+            used = recurrence if recurrent is not None and number in recurrent.layers else plan
+            hidden = layer(hidden, positions[number], used, kv_cache.layer(index), tape)
         if self.head is None:
             if not self.ranks.position.is_last_stage:
                 self.ranks.send(hidden)
@@ -129,6 +133,8 @@ class Decoder(nn.Module):
         if self.device.type == "cpu":
             cpu_attention.prepare(attention_kind(self.config).cache_layout, self.dtype)
             row_kernels.prepare(self.dtype)
+            if self.config.recurrent is not None:
+                delta_kernels.prepare()
         elif block_size_tokens is not None:
             cache = KVCache(self.shard.cache_config, 1, block_size_tokens, self.dtype, self.device)
             layers = list(zip(self.shard.layers, self.layers, strict=True))
@@ -142,8 +148,14 @@ class Decoder(nn.Module):
             device: The device that computes; None: that of the weights, which are not released.
 
         Raises:
-            CheckpointError: The weights are those of a live model, whose modules have another layout.
+            CheckpointError: The weights are those of a live model, whose modules have another layout, or the model has
+                recurrent layers.
         """
+        if self.config.recurrent is not None:
+            raise CheckpointError(
+                f"adapters are not supported on {self.config.architecture}, which has recurrent layers; merge the "
+                "adapter into the weights"
+            )
         if self.is_shared:
             raise CheckpointError(
                 "adapters are not supported on a live model of Megatron Core; load its checkpoint with load_model"

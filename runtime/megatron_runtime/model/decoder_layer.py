@@ -1,4 +1,4 @@
-"""One layer of a decoder."""
+"""One layer of a decoder: attention or a recurrence, and feed-forward."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from torch import Tensor, nn
 from megatron_runtime.model.attention import AttentionPlan
 from megatron_runtime.model.attention_kind import MultiHeadLatentAttention
 from megatron_runtime.model.experts import Experts
+from megatron_runtime.model.gated_delta_net import GatedDeltaNet
 from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.latent_attention import MLASelfAttention
 from megatron_runtime.model.layers import FeedForward
 from megatron_runtime.model.norms import Norm, add_and_normalize, make_norm
 from megatron_runtime.model.positions import LayerPositions
+from megatron_runtime.model.recurrence import RecurrentPlan
 from megatron_runtime.model.routing_tape import RoutingTape
 from megatron_runtime.model.self_attention import SelfAttention
 from megatron_runtime.model.shard import Shard
@@ -20,7 +22,8 @@ from megatron_runtime.parallel.ranks import Ranks
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward on a residual path, with norms of their inputs, their outputs, or both.
+    """Attention and feed-forward on a residual path, with norms of their inputs, their outputs, or both. A recurrent
+    layer has a recurrence in the place of attention.
 
     Each rank that shares the layer has the whole residual path, and computes parts of the values that are added to it.
     """
@@ -53,7 +56,7 @@ class DecoderLayer(nn.Module):
         self,
         hidden: Tensor,
         positions: LayerPositions,
-        plan: AttentionPlan,
+        plan: AttentionPlan | RecurrentPlan,
         cache: LayerCache,
         tape: RoutingTape | None = None,
     ) -> Tensor:
@@ -70,8 +73,14 @@ class DecoderLayer(nn.Module):
         return hidden.add(self.feed_forward_output_norm(fed), alpha=self.residual_multiplier)
 
 
-def make_attention(shard: Shard, layer: int, dtype: torch.dtype, ranks: Ranks) -> SelfAttention | MLASelfAttention:
-    """The attention module for the kind of attention of the model. Its weights are uninitialized."""
+def make_attention(
+    shard: Shard, layer: int, dtype: torch.dtype, ranks: Ranks
+) -> SelfAttention | MLASelfAttention | GatedDeltaNet:
+    """The module for the kind of attention of the model, or for the recurrence of this layer. Its weights are
+    uninitialized.
+    """
+    if shard.config.recurrent is not None and layer in shard.config.recurrent.layers:
+        return GatedDeltaNet(shard, dtype)
     if isinstance(shard.attention, MultiHeadLatentAttention):
         return MLASelfAttention(shard, layer, dtype)
     return SelfAttention(shard, layer, dtype, ranks)

@@ -52,3 +52,5 @@ class ForwardBatch:
     """int64 [L], the rows of the batch whose logits are requested, ascending."""
     adapters: AdapterRows | None = None
     """The adapters of the rows; None if no row has one."""
+    state_slots: Tensor | None = None
+    """int64 [R], the slot of each request's recurrent states, all different; None in a model without them."""

@@ -1,4 +1,4 @@
-"""The keys and values of every token in flight, in blocks of equal size."""
+"""The keys and values of every token in flight, in blocks of equal size; and recurrent states, in slots."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from torch import Tensor
 from megatron_runtime.model.attention_kind import attention_kind
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.host_memory import zeros
+from megatron_runtime.model.recurrent_states import RecurrentStates
 
 LayerCache = tuple[Tensor, ...]
-"""The arrays of one layer, as described by its CacheLayout: each [num_blocks, heads, block_size_tokens, width]."""
+"""The arrays of one layer, as described by its CacheLayout: each [num_blocks, heads, block_size_tokens, width]. Those
+of a recurrent layer are its states: each [num_states, ...]."""
 
 
 class KVCache:
-    """A pool of ``num_blocks`` blocks, each with room for ``block_size_tokens`` tokens in every layer.
+    """A pool of ``num_blocks`` blocks, each with room for ``block_size_tokens`` tokens in every layer with attention.
 
-    The scheduler assigns blocks to requests; the pool only stores their contents.
+    The scheduler assigns blocks to requests; the pool only stores their contents. With recurrent layers it also has
+    the states of ``num_states`` sequences.
     """
 
     def __init__(
@@ -29,12 +32,23 @@ class KVCache:
         block_size_tokens: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        *,
+        num_states: int = 1,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size_tokens = block_size_tokens
         self.dtype = dtype
         self.device = torch.device(device)
         self._shapes = attention_kind(config).cache_layout.shapes(num_blocks, block_size_tokens)
+        self._places = list(range(config.num_layers))
+        """Of each layer, its place among those with attention, or among the recurrent ones."""
+        self._recurrent_layers: frozenset[int] = frozenset()
+        self._states: RecurrentStates | None = None
+        if config.recurrent is not None:
+            self._recurrent_layers = config.recurrent.layers
+            is_recurrent = [layer in self._recurrent_layers for layer in range(config.num_layers)]
+            self._places = [is_recurrent[:layer].count(kind) for layer, kind in enumerate(is_recurrent)]
+            self._states = RecurrentStates(config.recurrent, num_states, self.device)
         self._storage: list[Tensor] | None = None
         self._offloaded: tuple[Tensor, list[Tensor]] | None = None
         """Block numbers, and the contents of these blocks in each array."""
@@ -48,25 +62,38 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole pool while it is resident."""
-        return sum(math.prod(shape) for shape in self._shapes) * self.dtype.itemsize
+        states = 0 if self._states is None else self._states.num_bytes
+        return sum(math.prod(shape) for shape in self._shapes) * self.dtype.itemsize + states
 
     @property
     def is_resident(self) -> bool:
         """Whether the pool is on its device, so that a forward pass can use it."""
         return self._storage is not None
 
+    @property
+    def keys_and_values(self) -> LayerCache:
+        """The arrays of the first layer with attention; the others have equal ones."""
+        return self._blocks_of(0)
+
     def layer(self, index: int) -> LayerCache:
         """Views of one layer's arrays."""
+        if self._states is not None and index in self._recurrent_layers:
+            return self._states.layer(self._places[index])
+        return self._blocks_of(self._places[index])
+
+    def _blocks_of(self, place: int) -> LayerCache:
         assert self._storage is not None, "the cache was released or offloaded"
-        return tuple(array[index] for array in self._storage)
+        return tuple(array[place] for array in self._storage)
 
     def release(self) -> None:
         """Release the memory and the contents."""
         self._storage = None
         self._offloaded = None
+        if self._states is not None:
+            self._states.release()
 
     def offload(self, kept: Sequence[int]) -> None:
-        """Release the pool's memory, and keep a copy of some blocks' contents in host memory.
+        """Release the pool's memory, and keep a copy of some blocks' contents and of all states in host memory.
 
         On a CPU the copies replace the pool, so memory decreases to that of the kept blocks.
         """
@@ -81,6 +108,8 @@ class KVCache:
                 copy.copy_(layer[blocks.to(self.device)])
         self._offloaded = blocks, copies
         self._storage = None
+        if self._states is not None:
+            self._states.offload()
 
     def restore(self) -> None:
         """Make the cache resident again, with the kept contents after `offload`, and zeros elsewhere.
@@ -89,6 +118,8 @@ class KVCache:
         """
         if self._storage is not None:
             return
+        if self._states is not None:
+            self._states.restore()
         if self.device.type == "cpu":
             # No write: filling a gibibyte with zeros takes as long as loading a small model.
             self._storage = [zeros(shape, self.dtype) for shape in self._shapes]

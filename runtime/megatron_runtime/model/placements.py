@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from megatron_runtime.model.decoder_layer import DecoderLayer
 from megatron_runtime.model.experts import Experts
 from megatron_runtime.model.formats.tensor_names import TensorNames
 from megatron_runtime.model.formats.weight_source import WeightSource, row_pieces
+from megatron_runtime.model.gated_delta_net import GatedDeltaNet
 from megatron_runtime.model.latent_attention import MLASelfAttention
 from megatron_runtime.model.layers import FeedForward, Linear
 from megatron_runtime.model.self_attention import SelfAttention
@@ -29,6 +31,7 @@ class Placement:
     dim: int = 0
     matrix_of: nn.Module | None = None
     """The module whose matrix ``view`` is, or the next rows of it, and that can have a quantized matrix instead."""
+    fills_codes: ClassVar[bool] = False
 
     @property
     def elements(self) -> int:
@@ -85,6 +88,8 @@ def layer_placements(layer: DecoderLayer, names: TensorNames, shard: Shard) -> P
         yield from norm_placements(norm, name).items()
     if isinstance(layer.attention, MLASelfAttention):
         yield from _latent_attention(layer.attention, names, shard)
+    elif isinstance(layer.attention, GatedDeltaNet):
+        yield from _gated_delta_net(layer.attention, names)
     else:
         yield from _grouped_query_attention(layer.attention, names, shard)
     if isinstance(layer.feed_forward, Experts):
@@ -128,7 +133,8 @@ def _grouped_query_attention(attention: SelfAttention, names: TensorNames, shard
         yield from norm_placements(attention.key_norm, names.key_norm, of_keys).items()
     if attention.sinks is not None:
         yield names.attention_sinks, Placement(attention.sinks, (shard.query_heads,))
-    yield from _rows(attention.qkv, names.qkv, [queries, keys, keys], names)
+    projected = _heads(shard.query_heads, config.num_attention_heads, 2 * size) if attention.has_gate else queries
+    yield from _rows(attention.qkv, names.qkv, [projected, keys, keys], names)
     yield from _columns(attention.output, names.attention_output, queries, names)
 
 
@@ -147,6 +153,17 @@ def _latent_attention(attention: MLASelfAttention, names: TensorNames, shard: Sh
     rows = _heads(heads, total, latent.qk_nope_head_dim + latent.v_head_dim)
     yield f"{names.kv_up}.weight", _matrix(attention.kv_up, (rows.chunk,), 0, names, None)
     yield from _columns(attention.output, names.attention_output, _heads(heads, total, latent.v_head_dim), names)
+
+
+def _gated_delta_net(layer: GatedDeltaNet, names: TensorNames) -> Placements:
+    sizes = layer.sizes
+    yield names.log_rates, whole(layer.log_rates)
+    yield names.step_biases, whole(layer.step_biases)
+    yield f"{names.convolution}.weight", whole(layer.convolution.t()[:, None])
+    yield f"{names.recurrent_norm}.weight", whole(layer.norm)
+    yield from _rows(layer.inputs, [names.recurrent_inputs], [_all(2 * sizes.keys + 2 * sizes.values)], names)
+    yield from _rows(layer.gates, [names.recurrent_gates], [_all(2 * sizes.value_heads)], names)
+    yield from _columns(layer.output, names.recurrent_output, _all(sizes.values), names)
 
 
 def _all(total: int) -> _Part:

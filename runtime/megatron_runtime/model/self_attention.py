@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron_runtime.model.attention import AttentionPlan
+from megatron_runtime.model.kernels.row_kernels import gated_sigmoid
 from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.layers import Linear
 from megatron_runtime.model.norms import LayerNormWithoutBias, Norm, make_norm
@@ -41,7 +42,10 @@ class SelfAttention(nn.Module):
         scale = config.attention_scale
         self.query_multiplier = None if scale is None else scale * math.sqrt(config.head_dim)
         attention_size = config.num_attention_heads * config.head_dim
-        self.qkv = Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias, dtype=dtype)
+        self.has_gate = config.attention_output_gate
+        rows = sum(self.heads) * config.head_dim + (attention_size if self.has_gate else 0)
+        self.qkv = Linear(config.hidden_size, rows, bias=config.qkv_bias, dtype=dtype)
+        """With gates, each query head is followed by its gate."""
         self.output = Linear(attention_size, config.hidden_size, bias=config.attention_output_bias, dtype=dtype)
         self.head_order: Tensor | None = None
         """int64 [heads]: where the projection has each query, key and value head; None: in this order."""
@@ -69,6 +73,11 @@ class SelfAttention(nn.Module):
         heads = self.qkv(hidden).view(len(hidden), -1, self.head_dim)
         if self.head_order is not None:
             heads = heads.index_select(1, self.head_order)
+        gates: Tensor | None = None
+        if self.has_gate:
+            pairs, others = heads.split((2 * self.heads[0], 2 * self.heads[1]), dim=1)
+            queries, gates = pairs.unflatten(1, (-1, 2)).unbind(2)
+            heads = torch.cat((queries, others), 1)
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys, values = heads.split(self.heads, dim=1)
             heads = torch.cat(
@@ -91,6 +100,8 @@ class SelfAttention(nn.Module):
         seen = plan.attend(
             heads, positions.rotation, cache, self.window, self.soft_cap, sinks=self.sinks, is_chunked=self.is_chunked
         )
+        if gates is not None:
+            seen = gated_sigmoid(seen, gates)
         projected: Tensor = self.output(seen.flatten(1))
         return projected
 

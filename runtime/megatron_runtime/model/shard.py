@@ -28,6 +28,8 @@ class Shard:
 
     def __post_init__(self) -> None:
         sizes, config = self.position.sizes, self.config
+        if config.recurrent is not None:
+            self._check_undivided()
         if not self._can_share_layer(sizes.tensor):
             fitting = [size for size in range(1, config.num_attention_heads + 1) if self._can_share_layer(size)]
             raise ConfigurationError(
@@ -124,6 +126,17 @@ class Shard:
         """Whether this number of ranks can share a layer: heads evenly, all else as evenly as possible."""
         rows = min(self.config.intermediate_size, self.config.vocab_size)
         return self.attention.can_divide(tensor) and rows >= tensor
+
+    def _check_undivided(self) -> None:
+        """Raise ConfigurationError when ranks would divide recurrent layers, or wait for each other between them."""
+        sizes = self.position.sizes
+        for name, size in (("tensor", sizes.tensor), ("pipeline", sizes.pipeline), ("expert", sizes.expert)):
+            if size > 1:
+                raise ConfigurationError(
+                    f"{name} parallel size is {size}, but {self.config.architecture} has recurrent layers, which "
+                    "can't be divided among ranks yet; use 1, and more replica groups",
+                    field=name,
+                )
 
     def _check_experts(self, expert: int) -> None:
         experts = self.config.experts

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_runtime.errors import CheckpointError
-from megatron_runtime.model.formats.weight_source import StoredTensor, WeightSource
+from megatron_runtime.model.formats.weight_source import CodedSource, StoredTensor, WeightSource
 
 if TYPE_CHECKING:
     from megatron_runtime.model.placements import Placement
@@ -32,11 +33,13 @@ class LoadProgress:
 
 
 ProgressCallback = Callable[[LoadProgress], None]
+Placements = Mapping[str, "Placement | CodedPlacement"]
+Filled = tuple[str, "Placement | CodedPlacement", Iterable[int]]
 
 
 def load_weights(
     source: WeightSource,
-    placements: Mapping[str, Placement | CodedPlacement],
+    placements: Placements,
     on_progress: ProgressCallback | None = None,
     *,
     check_finite: bool = False,
@@ -48,9 +51,9 @@ def load_weights(
     tensors = source.tensors
     total = sum(_part_bytes(tensors[name], place.elements) for name, place in placements.items())
     loaded, start = 0, time.monotonic()
-    for name, placement in placements.items():
+    for name, placement, filled in _fill_all(source, placements):
         stored, done = tensors[name], 0
-        for elements in placement.fill(source, name):
+        for elements in filled:
             done += elements
             if on_progress is not None:
                 progress = LoadProgress(loaded + _part_bytes(stored, done), total, time.monotonic() - start)
@@ -61,6 +64,28 @@ def load_weights(
                 f"{source.location}: {wrong:,} of the {placement.numbers:,} numbers in tensor {name} are NaN or "
                 f"infinite as {placement.type_name}. Fetch the checkpoint again, or choose another dtype"
             )
+
+
+def _fill_all(source: WeightSource, placements: Placements) -> Iterator[Filled]:
+    """Each placement, with an iterator that fills it and returns the number of elements of each chunk.
+
+    Those of codes are filled by several threads where the source allows it.
+    """
+
+    def fill(name: str) -> Filled:
+        return name, placements[name], placements[name].fill(source, name)
+
+    def fill_whole(name: str) -> Filled:
+        return name, placements[name], list(placements[name].fill(source, name))
+
+    in_threads = isinstance(source, CodedSource) and source.reads_codes_in_threads
+    coded = {name: None for name, placement in placements.items() if placement.fills_codes and in_threads}
+    if coded:
+        import torch  # Imported here, because the checks of a checkpoint do not need it.
+
+        with ThreadPoolExecutor(torch.get_num_threads(), "weights") as threads:
+            yield from threads.map(fill_whole, coded)
+    yield from map(fill, [name for name in placements if name not in coded])
 
 
 def _part_bytes(stored: StoredTensor, elements: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron_runtime.errors import InvalidRequestError
@@ -23,7 +23,30 @@ def checked_biases(value: Any) -> dict[int, float] | None:
         return None
     if not isinstance(value, Mapping):
         raise InvalidRequestError(f"logit_bias={value!r} must map token ids to numbers", field="logit_bias")
-    biases: dict[int, float] = {}
+    if not (_are_ids(value) and _are_biases(value.values())):
+        _refuse_invalid(value)
+    return {int(token): float(bias) for token, bias in value.items()}
+
+
+def _are_ids(tokens: Collection[Any]) -> bool:
+    """Whether all are integers or all are texts of digits, without a loop in Python, which would cost a millisecond for
+    a thousand of them."""
+    kinds = set(map(type, tokens))
+    if kinds == {int}:
+        return bool(min(tokens) >= 0)
+    if kinds != {str} or "" in tokens:
+        return False
+    digits = "".join(tokens)
+    return digits.isascii() and digits.isdigit() and max(map(len, tokens)) <= _LONGEST_ID
+
+
+def _are_biases(biases: Collection[Any]) -> bool:
+    """The same for biases. A NaN has no place in an order, so that the limits are compared with each of them."""
+    return set(map(type, biases)) <= {int, float} and all(_BIASES.minimum <= bias <= _BIASES.maximum for bias in biases)
+
+
+def _refuse_invalid(value: Mapping[Any, Any]) -> None:
+    """Raises InvalidRequestError for the first entry that is invalid, if there is one."""
     for token, bias in value.items():
         is_id = is_integer(token) or (
             isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= _LONGEST_ID
@@ -34,8 +57,6 @@ def checked_biases(value: Any) -> dict[int, float] | None:
             raise InvalidRequestError(
                 f"logit_bias: {bias!r} for token {token} must be a number {_BIASES}", field="logit_bias"
             )
-        biases[int(token)] = float(bias)
-    return biases
 
 
 def check_ids(name: str, ids: Any) -> None:

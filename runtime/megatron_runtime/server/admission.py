@@ -80,10 +80,13 @@ class AdmissionController:
             return None
         return {adapter.name: adapter.path for adapter in self._service.adapters}
 
-    async def refresh(self) -> None:
-        """Requests the state of the service, which may be newer than the last one that was reported."""
+    async def refresh(self, seconds: float | None = None) -> None:
+        """Requests the state of the service, which may be newer than the last one that was reported.
+
+        The last one stays without an answer in this time; None: in that of the client.
+        """
         with contextlib.suppress(MegatronInferenceError):
-            self._service = await self._client.service_state()
+            self._service = await self._client.service_state(seconds)
 
     @property
     def load(self) -> int:

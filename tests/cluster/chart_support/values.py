@@ -11,6 +11,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "--set=replicas=3",
         "--set=podDisruptionBudget.enabled=true",
         "--set=logging.verbose=true",
+        "--set=operator.modelCacheRetention=86400",
         "--set=imagePullSecrets[0].name=pull",
         "--set=serviceAccount.annotations.team=platform",
         "--set=podAnnotations.team=platform",

@@ -71,8 +71,7 @@ def build(env: Mapping[str, str], say: Say, tools: NodeTools) -> Path:
 
 
 def export(image: Image, target: Path, env: Mapping[str, str], tools: NodeTools) -> None:
-    """Writes a built image to an archive for `docker load`, the same bytes for the same image. Raises
-    ClusterSupportError."""
+    """Writes a built image to an archive for `docker load`. Raises ClusterSupportError."""
     layers = _layers(cache_folder(env))
     with tempfile.TemporaryDirectory(dir=layers.parent) as workspace:
         _Build(Path(workspace), Progress(say_at_once), layers, tools).push(image, target)
@@ -155,7 +154,8 @@ class _Build:
         archive = f"deb [signed-by={debian.KEYRING}] {debian.archive_uri()} {debian.SUITE} main"
         quick = "--dpkgopt=force-unsafe-io"  # a crash discards the files anyway
         mmdebstrap = [self.tools.program("mmdebstrap"), "--mode=root", "--variant=essential", quick, *left_out]
-        environment = {**self._environment, "TMPDIR": str(self.workspace)}
+        # With the date of the files, mmdebstrap leaves out logs and ids that differ between builds.
+        environment = {**self._environment, "TMPDIR": str(self.workspace), "SOURCE_DATE_EPOCH": "0"}
         command = [*mmdebstrap, f"--include={','.join(BASE_PACKAGES)}", debian.SUITE, tar, archive]
         run_guarded(_private(command), self.log, env=environment)
         (self.workspace / "base").mkdir()

@@ -46,7 +46,6 @@ class SimulatedCluster:
         self.downloads: dict[str, ObservedDownload] = {}
         """The download Jobs by name; tests change them."""
         self.cache_nodes: tuple[str, ...] | None = ()
-        self.cached_sources: frozenset[str] | None = None
         self.taken: set[str] = set()  # ``Kind/name`` of objects of other owners
         self.unknown_fields: dict[str, object] = {}
         self.has_room = True  # the node of a new pod
@@ -82,7 +81,6 @@ class SimulatedCluster:
             taken=frozenset(self.taken),
             downloads=tuple(self.downloads.values()),
             cache_nodes=self.cache_nodes,
-            cached_sources=self.cached_sources,
         )
 
     def carry_out(self, action: Action) -> None:

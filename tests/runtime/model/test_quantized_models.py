@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from suite_support.worker import free_port
 from megatron_runtime.errors import CheckpointError, ConfigurationError
 from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model, load_tokenizer
 from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.formats.gguf_checkpoint import GgufWeights
 from megatron_runtime.model.formats.quantized_weights import keeps_quantized
 from megatron_runtime.model.quantized.kept_tensors import kept_weights
 from megatron_runtime.model.quantized.linear import QuantizedLinear
@@ -111,6 +114,21 @@ def test_the_plan_of_the_memory_has_the_bytes_in_memory(name: str, tensor: int, 
 def test_a_tied_table_is_stored_once(save: Any) -> None:
     decoder = keep(save("Q4_0", "Llama", tie_word_embeddings=True))
     assert decoder.embedding.quantized is decoder.head._packed.matrices[0]
+
+
+def test_threads_read_codes_together(save: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save("Q4_0", "Llama")
+    expected = keep(path)
+    meeting, read, calls = threading.Barrier(2, timeout=60), GgufWeights.read_coded, itertools.count()
+
+    def read_together(*arguments: Any) -> Any:
+        if next(calls) < 2:
+            meeting.wait()
+        return read(*arguments)
+
+    monkeypatch.setattr(GgufWeights, "read_coded", read_together)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert torch.equal(logits(keep(path), TOKENS), logits(expected, TOKENS))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -75,6 +75,19 @@ GPT_OSS = {
     "swiglu_limit": 0.5,
     "rope_parameters": YARN | {"truncate": False},
 }
+QWEN_3_NEXT = (
+    EXPERTS
+    | SHARED
+    | {
+        "head_dim": 16,
+        "partial_rotary_factor": 0.5,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 20,
+    }
+)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama with a tied head": ("Llama", {"tie_word_embeddings": True}),
@@ -169,6 +182,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         EXPERTS | SHARED | {"use_sliding_window": True, "sliding_window": 5, "layer_types": LAYER_TYPES},
     ),
     "qwen2 with experts and without biases": ("Qwen2Moe", EXPERTS | SHARED | {"qkv_bias": False}),
+    "qwen3-next": ("Qwen3Next", QWEN_3_NEXT),
+    "qwen3-next with other experts, taps and biases": (
+        "Qwen3Next",
+        QWEN_3_NEXT
+        | {"mlp_only_layers": [1], "norm_topk_prob": False, "linear_conv_kernel_dim": 2, "attention_bias": True},
+    ),
+    "qwen3-next with one value head per key head": (
+        "Qwen3Next",
+        QWEN_3_NEXT | {"layer_types": None, "full_attention_interval": 3, "linear_num_value_heads": 2},
+    ),
     "minimax m2": ("MiniMaxM2", MINIMAX_M2),
     "llama 4": ("Llama4", LLAMA_4),
     "llama 4 without norms of queries and keys": (

@@ -13,13 +13,18 @@ from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.forward_batch import AdapterRows, ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
 
+NUM_STATES = 8
+"""Most requests of a model with recurrent layers."""
+
 
 class PagedRequests:
     """Requests by name, whose blocks are in random order in the pool."""
 
     def __init__(self, decoder: Decoder, *, num_blocks: int = 512, block_size_tokens: int = 16, seed: int = 0) -> None:
         self.decoder = decoder
-        self.cache = KVCache(decoder.shard.cache_config, num_blocks, block_size_tokens, decoder.dtype)
+        self.cache = KVCache(
+            decoder.shard.cache_config, num_blocks, block_size_tokens, decoder.dtype, num_states=NUM_STATES
+        )
         self._free = random.Random(seed).sample(range(num_blocks), num_blocks)
         self._tables: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
@@ -81,6 +86,7 @@ class PagedRequests:
             block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
             logit_rows=torch.arange(starts[-1]),
             adapters=self._adapter_rows(new_tokens),
+            state_slots=torch.tensor([NUM_STATES - 1 - [*self._tables].index(name) for name in new_tokens]),
         )
 
     def _adapter_rows(self, new_tokens: Mapping[str, Sequence[int]]) -> AdapterRows | None:

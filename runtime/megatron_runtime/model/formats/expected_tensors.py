@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_runtime.model.config import ExpertsConfig, LatentAttentionConfig, ModelConfig
 from megatron_runtime.model.formats.tensor_names import TensorNames, tensor_names
+from megatron_runtime.model.recurrent_config import GatedDeltaConfig
 
 Shape = tuple[int, ...]
 Shapes = Iterator[tuple[str, Shape]]
@@ -46,7 +47,7 @@ def _layer(config: ModelConfig, layer: int, names: TensorNames) -> Shapes:
     ):
         if is_there:
             yield from _norm(config, name, config.hidden_size).items()
-    yield from _attention(config, names)
+    yield from _attention(config, layer, names)
     if (experts := config.experts_of(layer)) is None:
         yield from _feed_forward(config, names, names.gate_up, names.down, config.intermediate_size)
     else:
@@ -72,8 +73,10 @@ def _expert_networks(config: ModelConfig, experts: ExpertsConfig, names: TensorN
         yield from _feed_forward(config, names, names.shared_gate_up, names.shared_down, size)
 
 
-def _attention(config: ModelConfig, names: TensorNames) -> Shapes:
-    if config.latent_attention is None:
+def _attention(config: ModelConfig, layer: int, names: TensorNames) -> Shapes:
+    if config.recurrent is not None and layer in config.recurrent.layers:
+        yield from _gated_delta_net(config, config.recurrent, names)
+    elif config.latent_attention is None:
         yield from _grouped_query_attention(config, names)
     else:
         yield from _latent_attention(config, config.latent_attention, names)
@@ -91,9 +94,21 @@ def _grouped_query_attention(config: ModelConfig, names: TensorNames) -> Shapes:
         yield from _norm(config, names.key_norm, keys if is_whole else config.head_dim).items()
     if config.attention_sinks:
         yield names.attention_sinks, (config.num_attention_heads,)
-    yield from _fused(names, names.qkv, (queries, keys, values), config.hidden_size, bias=config.qkv_bias)
+    projected = 2 * queries if config.attention_output_gate else queries
+    yield from _fused(names, names.qkv, (projected, keys, values), config.hidden_size, bias=config.qkv_bias)
     bias = config.attention_output_bias
     yield from _matrix(names, names.attention_output, config.hidden_size, queries, bias=bias)
+
+
+def _gated_delta_net(config: ModelConfig, sizes: GatedDeltaConfig, names: TensorNames) -> Shapes:
+    hidden = config.hidden_size
+    yield names.log_rates, (sizes.value_heads,)
+    yield names.step_biases, (sizes.value_heads,)
+    yield f"{names.convolution}.weight", (sizes.channels, 1, sizes.taps)
+    yield f"{names.recurrent_norm}.weight", (sizes.value_dim,)
+    yield from _matrix(names, names.recurrent_inputs, 2 * sizes.keys + 2 * sizes.values, hidden, bias=False)
+    yield from _matrix(names, names.recurrent_gates, 2 * sizes.value_heads, hidden, bias=False)
+    yield from _matrix(names, names.recurrent_output, hidden, sizes.values, bias=False)
 
 
 def _latent_attention(config: ModelConfig, latent: LatentAttentionConfig, names: TensorNames) -> Shapes:

@@ -27,11 +27,18 @@ class RemoteFile:
     etag: str
     """SHA-256 of a large file; of other files, git's SHA-1 of the blob. Other hubs may state other values."""
     commit: str
+    sha256: str = ""
+    """Of a bucket's file, as ``SHA256SUMS`` states it; empty where there is none."""
+
+    @property
+    def stated(self) -> str:
+        """The checksum to compare, if it is one."""
+        return self.sha256 or self.etag
 
     @property
     def is_verifiable(self) -> bool:
-        """Whether the hub states a checksum of the content."""
-        return bool(_SHA256.fullmatch(self.etag) or _GIT_SHA1.fullmatch(self.etag))
+        """Whether the source states a checksum of the content."""
+        return bool(_SHA256.fullmatch(self.stated) or _GIT_SHA1.fullmatch(self.stated))
 
 
 def hub_files(repo: str, *, file: str | None, revision: str | None, token: str | None) -> Sequence[RemoteFile]:
@@ -64,9 +71,9 @@ def verify(folder: Path, files: Sequence[RemoteFile]) -> None:
         path = folder / file.name
         if (found := path.stat().st_size) != file.size:
             difference = f"has {found} bytes, but the hub states {file.size}"
-        elif file.is_verifiable and (checksum := _checksum(path, file.etag)) != file.etag:
-            kind = "sha256" if _SHA256.fullmatch(file.etag) else "git's sha1"
-            difference = f"{kind} is {checksum}, but the hub states {file.etag}"
+        elif file.is_verifiable and (checksum := _checksum(path, file.stated)) != file.stated:
+            kind = "sha256" if _SHA256.fullmatch(file.stated) else "git's sha1"
+            difference = f"{kind} is {checksum}, but {'SHA256SUMS' if file.sha256 else 'the hub'} states {file.stated}"
         else:
             continue
         path.unlink()

@@ -6,6 +6,7 @@ AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL and GOOGLE_SERVICE_ACCOUNT_K
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,6 +25,9 @@ THREADS = 4
 PART = 8 << 20
 NOTES = ".cache"
 """Folder for the ETags of complete files, as that of the hub's library."""
+SUMS = "SHA256SUMS"
+_SUM = re.compile(r"(?P<sum>[0-9a-fA-F]{64}) [ *](?P<name>.+)")
+CHANGED = "an object changed while it was downloaded. Start again"
 MISSING = "the library obstore is not installed. Install it: pip install 'megatron-inference[object-storage]'"
 
 
@@ -45,10 +49,35 @@ def object_files(uri: str) -> Sequence[RemoteFile]:
             found = [obstore.head(store, part.as_posix()) for part in gguf_parts(PurePosixPath(file))]
         else:
             found = [each for batch in obstore.list(store) for each in batch]
-    names = [str(each["path"]) for each in found if not str(each["path"]).endswith("/")]
+        sums = _sums(store)
+    names = [str(each["path"]) for each in found]
     if unsafe := [name for name in names if ".." in PurePosixPath(name).parts or name.startswith("/")]:
         raise CheckpointError(f"{uri}: has the object {unsafe[0]}, which leads out of its folder. Rename it")
-    return [RemoteFile(str(each["path"]), int(each["size"]), str(each["e_tag"] or ""), "") for each in found]
+    files = [
+        RemoteFile(str(each["path"]), int(each["size"]), str(each["e_tag"] or ""), "", sums.get(str(each["path"]), ""))
+        for each in found
+    ]
+    if file is None and (missing := sorted(sums.keys() - names)):
+        raise CheckpointError(f"{uri}: {SUMS} lists {missing[0]}, which the bucket does not have. Upload it")
+    return [file for file in files if file.name != SUMS and not _is_folder(file, names)]
+
+
+def _sums(store: Any) -> dict[str, str]:
+    """The SHA-256 of files by name, from ``SHA256SUMS`` in their folder, in the format of sha256sum; empty without one.
+
+    Raises CheckpointError for another format.
+    """
+    import obstore
+    from obstore.exceptions import PermissionDeniedError
+
+    try:
+        text = bytes(obstore.get(store, SUMS).bytes()).decode(errors="replace")
+    except (FileNotFoundError, PermissionDeniedError):  # S3 answers so if the keys may not list the bucket
+        return {}
+    found = [(line, _SUM.fullmatch(line)) for line in text.splitlines() if line.strip()]
+    if wrong := [line for line, match in found if match is None]:
+        raise CheckpointError(f"{SUMS}: {wrong[0]!r} is no line of it. Write it with sha256sum")
+    return {match["name"].removeprefix("./"): match["sum"].lower() for _, match in found if match is not None}
 
 
 def download_objects(uri: str, folder: Path, files: Sequence[RemoteFile]) -> None:
@@ -61,6 +90,11 @@ def download_objects(uri: str, folder: Path, files: Sequence[RemoteFile]) -> Non
         list(threads.map(lambda file: _download(store, folder, file), files))
 
 
+def _is_folder(file: RemoteFile, names: Sequence[str]) -> bool:
+    """Whether it is an empty object that stands for a folder, as the consoles of both stores create them."""
+    return file.size == 0 and (not file.name or any(name.startswith(f"{file.name}/") for name in names))
+
+
 def _download(store: Any, folder: Path, file: RemoteFile) -> None:
     import obstore
 
@@ -71,11 +105,19 @@ def _download(store: Any, folder: Path, file: RemoteFile) -> None:
         each.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.incomplete")
     options: GetOptions = {"if_match": file.etag} if file.etag else {}
+    answer = obstore.get(store, file.name, options=options)
+    if _unquoted(answer.meta["e_tag"]) != _unquoted(file.etag):  # not all servers evaluate the condition
+        raise CheckpointError(f"{file.name}: {CHANGED}")
     with partial.open("wb") as target:
-        for chunk in obstore.get(store, file.name, options=options).stream(min_chunk_size=PART):
+        for chunk in answer.stream(min_chunk_size=PART):
             target.write(chunk)
     partial.replace(path)
     note.write_text(file.etag)
+
+
+def _unquoted(etag: str | None) -> str:
+    """Some servers quote ETags in answers to requests for objects but not in lists."""
+    return (etag or "").strip('"')
 
 
 def _store(uri: str) -> tuple[Any, str | None]:
@@ -97,7 +139,7 @@ def _errors(uri: str) -> Iterator[None]:
     try:
         yield
     except PreconditionError as error:
-        raise CheckpointError(f"{uri}: an object changed while it was downloaded. Start again") from error
+        raise CheckpointError(f"{uri}: {CHANGED}") from error
     except (BaseError, OSError, ValueError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         fix = "Check the name, the credentials and the endpoint in the environment"

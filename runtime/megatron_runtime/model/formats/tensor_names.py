@@ -34,6 +34,14 @@ class TensorNames:
     kv_down_norm: str = "self_attn.kv_a_layernorm"
     kv_up: str = "self_attn.kv_b_proj"
     attention_output: str = "self_attn.o_proj"
+    log_rates: str = "linear_attn.A_log"
+    """Full name, as the next one."""
+    step_biases: str = "linear_attn.dt_bias"
+    convolution: str = "linear_attn.conv1d"
+    recurrent_norm: str = "linear_attn.norm"
+    recurrent_inputs: str = "linear_attn.in_proj_qkvz"
+    recurrent_gates: str = "linear_attn.in_proj_ba"
+    recurrent_output: str = "linear_attn.out_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """Two matrices, or one that holds both."""
     down: str = "mlp.down_proj"
@@ -80,6 +88,11 @@ _MIXTRAL = replace(
     expert_gate_up=("w1", "w3"),
     expert_down="w2",
 )
+_QWEN_2_MOE = replace(
+    _LLAMA,
+    shared_gate_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    shared_down="mlp.shared_expert.down_proj",
+)
 _LLAMA_4 = replace(
     _LLAMA,
     gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
@@ -107,11 +120,8 @@ _OTHERS = {
     "gemma2": _GEMMA,
     "gemma3": _multimodal(_GEMMA, "vision_tower."),
     "gemma3_text": _GEMMA,
-    "qwen2_moe": replace(
-        _LLAMA,
-        shared_gate_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
-        shared_down="mlp.shared_expert.down_proj",
-    ),
+    "qwen2_moe": _QWEN_2_MOE,
+    "qwen3_next": replace(_QWEN_2_MOE, ignored_prefixes=("mtp.",)),
     "mixtral": _MIXTRAL,
     "gpt2": TensorNames(
         embedding="transformer.wte",

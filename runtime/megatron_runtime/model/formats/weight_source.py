@@ -51,7 +51,13 @@ class WeightSource(Protocol):
 
 @runtime_checkable
 class CodedSource(WeightSource, Protocol):
-    """A source with quantized matrices, whose codes can be read."""
+    """A source with quantized matrices, whose codes can be read.
+
+    Attributes:
+        reads_codes_in_threads: Whether several threads may read codes, of which each uses one processor.
+    """
+
+    reads_codes_in_threads: bool
 
     def read_coded(self, name: str, rows: range, columns: slice) -> Iterable[CodedRows]:
         """Consecutive chunks of rows of a tensor that has a `Coding`; the columns are whole blocks."""

@@ -5,7 +5,6 @@ The sums of a row have one order, whatever the other rows are, and a row without
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from megatron_runtime.model.kernels.compiled import (
     KINDS,
-    Kernel,
     as_array,
     compile_kernel,
     even_shares,
@@ -24,6 +22,7 @@ from megatron_runtime.model.kernels.compiled import (
     scalar,
     widen,
 )
+from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
 
 TOGETHER = 4
 """Rows of A, and columns of B, that are multiplied together; ranks are multiples of it."""
@@ -56,7 +55,7 @@ def prepare(dtype: torch.dtype) -> None:
         _low_rank_kernel(dtype is torch.bfloat16)
 
 
-@cache
+@kernel_factory
 def _low_rank_kernel(narrow: bool) -> Kernel:
     def add(
         inputs: Any, outputs: Any, down: Any, up: Any, slots: Any, ranks: Any, scales: Any, bounds: Any, shares: Any

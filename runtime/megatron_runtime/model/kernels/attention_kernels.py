@@ -7,14 +7,12 @@ neither on the rest of the batch, nor on the chunks of its prompt, nor on the pl
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 from numba import float32, int32, int64, njit, prange, void
 
 from megatron_runtime.model.kernels.compiled import (
-    Kernel,
     compile_kernel,
     exponential,
     narrowed,
@@ -22,13 +20,14 @@ from megatron_runtime.model.kernels.compiled import (
     scalar,
     widen,
 )
+from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
 from megatron_runtime.model.kernels.prefetch import prefetch
 
 CHUNK = 64
 """Positions per update of the maximum."""
 
 
-@cache
+@kernel_factory
 def attention_kernel(key_width: int, value_width: int, values_in_keys: bool, narrow: bool) -> Kernel:
     """The compiled ``attend``, for keys and values of these widths.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,8 @@ from torch import Tensor
 
 from megatron_runtime.model.formats.coded_rows import BLOCK, Coding
 from megatron_runtime.model.kernels.block_rounding import largest_bits, round_to_bytes
-from megatron_runtime.model.kernels.compiled import Kernel, as_array, compile_kernel, even_shares, scalar
+from megatron_runtime.model.kernels.compiled import as_array, compile_kernel, even_shares, scalar
+from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
 from megatron_runtime.model.kernels.row_kernels import WORTH_SHARING
 
 TILE = 4
@@ -69,7 +69,7 @@ def tile_rows(left: Any) -> Any:
     return TILE if left >= TILE else min(left, 2)
 
 
-@cache
+@kernel_factory
 def _code_kernel(narrow: bool, parallel: bool) -> Kernel:
     def code(
         inputs: Any, codes: Any, scales: Any, starts: Any, sums: Any, groups: Any, offset: Any, shares: Any

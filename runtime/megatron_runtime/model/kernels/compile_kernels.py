@@ -29,6 +29,7 @@ def main() -> None:
         metavar=("KV_LORA_RANK", "QK_ROPE_HEAD_DIM"),
         help="of a model with multi-head latent attention",
     )
+    parser.add_argument("--gated-delta", action="store_true", help="for a model with gated delta layers")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=list(DTYPES), help="of their weights in memory")
     parser.add_argument("--quantization", choices=CODINGS, nargs="+", default=[], help="of their GGUF files")
     chosen = parser.parse_args()
@@ -37,8 +38,18 @@ def main() -> None:
     import torch
 
     from megatron_runtime.model.cache_layout import CacheLayout
-    from megatron_runtime.model.kernels import adapter_kernel, cpu_attention, quantized_products, row_kernels
+    from megatron_runtime.model.kernels import (
+        adapter_kernel,
+        cpu_attention,
+        delta_kernels,
+        quantized_products,
+        row_kernels,
+    )
+    from megatron_runtime.model.kernels.kernel_compiler import compile_in_this_process
 
+    compile_in_this_process()
+    if chosen.gated_delta:
+        delta_kernels.prepare()
     for name in chosen.dtype:
         dtype = getattr(torch, name)
         row_kernels.prepare(dtype)

@@ -16,9 +16,8 @@ from numba.extending import overload
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_runtime.model.kernels.kernel_compiler import Kernel, from_cache_only
 from megatron_runtime.model.kernels.threads import can_share_threads, kernel_threads
-
-Kernel = Callable[..., None]
 
 KINDS = frozenset({torch.float32, torch.bfloat16})
 """The dtypes that kernels support."""
@@ -32,13 +31,15 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck"
 def compile_kernel(
     function: Callable[..., None], signature: Any, *, parallel: bool = True, fast: bool = True
 ) -> Kernel:
-    """Compile for this processor. A loop over ``prange`` runs on the threads that PyTorch uses.
+    """Compile for this processor; only in a function with `kernel_factory`.
 
-    With ``fast``, the order of sums is the compiler's choice, which may depend on the processor.
+    A loop over ``prange`` runs on the threads that PyTorch uses. With ``fast``, the order of sums is the compiler's
+    choice, which may depend on the processor.
     """
     options = _OPTIONS | {"parallel": parallel and can_share_threads(), "fastmath": _FAST if fast else False}
     try:
-        compiled: Kernel = njit(signature, cache=True, **options)(function)
+        with from_cache_only(function):
+            compiled: Kernel = njit(signature, cache=True, **options)(function)
     except RuntimeError:
         # Numba raises this when no cache folder is writable.
         compiled = njit(signature, **options)(function)

@@ -16,7 +16,7 @@ def has_gpu_attention(cache: KVCache) -> bool:
         return False
     from megatron_runtime.gpu.attention import can_attend
 
-    first = cache.layer(0)
+    first = cache.keys_and_values
     return can_attend(len(first), first[0].shape[-1], cache.dtype)
 
 

@@ -6,7 +6,6 @@ product of PyTorch it depends on the number of rows.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,8 @@ import torch
 from numba import int64, njit, prange, void
 from torch import Tensor
 
-from megatron_runtime.model.kernels.compiled import KINDS, Kernel, as_array, compile_kernel, narrowed, scalar, widen
+from megatron_runtime.model.kernels.compiled import KINDS, as_array, compile_kernel, narrowed, scalar, widen
+from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
 from megatron_runtime.model.kernels.row_kernels import has_cpu_row_kernels
 from megatron_runtime.model.kernels.threads import kernel_threads
 
@@ -69,7 +69,7 @@ def _shares(rows: int, heads: int) -> Any:
     return np.arange(threads + 1) * (-(-rows // TILE) * heads) // threads
 
 
-@cache
+@kernel_factory
 def _absorb_kernel(narrow: bool) -> Kernel:
     def run(queries: Any, up: Any, latents: Any, width: int, shares: Any) -> None:
         tiles = -(-queries.shape[0] // TILE)
@@ -96,7 +96,7 @@ def _absorb_tile(queries: Any, up: Any, latents: Any, width: int, head: int, fir
             latents[first + row, head, before + place] = narrowed(sums[row, place], latents)
 
 
-@cache
+@kernel_factory
 def _expand_kernel(narrow: bool) -> Kernel:
     def run(seen: Any, up: Any, values: Any, shares: Any) -> None:
         tiles = -(-seen.shape[0] // TILE)

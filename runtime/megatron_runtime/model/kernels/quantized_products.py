@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from megatron_runtime.model.kernels import coded_inputs
 from megatron_runtime.model.kernels.coded_inputs import TILE, CodedInputs, tile_rows
 from megatron_runtime.model.kernels.compiled import (
     KINDS,
-    Kernel,
     as_array,
     compile_kernel,
     even_shares,
@@ -24,6 +22,7 @@ from megatron_runtime.model.kernels.compiled import (
     scalar,
     widen,
 )
+from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
 from megatron_runtime.model.kernels.panel_products import PANEL, Packing, multiply_panel
 
 _CACHED_BYTES = 1 << 19
@@ -86,7 +85,7 @@ def _write(
                 to[lane] = narrowed(products[row, lane], outputs)
 
 
-@cache
+@kernel_factory
 def _product_kernel(packing: Packing, narrow: bool) -> Kernel:
     bits, group, has_mins = packing.bits, packing.group, int(packing.has_mins)
     panel_codes = PANEL * BLOCK * bits // 8

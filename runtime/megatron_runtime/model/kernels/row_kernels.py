@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from megatron_runtime.model.kernels.compiled import (
     KINDS,
-    Kernel,
     as_array,
     compile_kernel,
     even_shares,
@@ -22,6 +20,7 @@ from megatron_runtime.model.kernels.compiled import (
     scalar,
     widen,
 )
+from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
 from megatron_runtime.model.kernels.triton_support import has_triton
 
 GPU_KINDS = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -75,15 +74,37 @@ def gated_silu(gate_and_up: Tensor) -> Tensor:
     return outputs
 
 
+def gated_sigmoid(values: Tensor, gates: Tensor) -> Tensor:
+    """``values * sigmoid(gates)``, of equal shapes."""
+    if not has_cpu_row_kernels(values):
+        return values * torch.sigmoid(gates)
+    outputs = torch.empty_like(values, memory_format=torch.contiguous_format)
+    flat = (as_array(part.reshape(-1)) for part in (values, gates, outputs))
+    _gated_sigmoid_kernel(values.dtype is torch.bfloat16)(*flat)
+    return outputs
+
+
 def prepare(dtype: torch.dtype) -> None:
     """Compile the kernels for a dtype now, so that the first request does not wait for it."""
     if dtype in KINDS:
+        _gated_sigmoid_kernel(dtype is torch.bfloat16)
         for parallel in (False, True):
             _rms_norm_kernel(dtype is torch.bfloat16, parallel)
             _gated_silu_kernel(dtype is torch.bfloat16, parallel)
 
 
-@cache
+@kernel_factory
+def _gated_sigmoid_kernel(narrow: bool) -> Kernel:
+    def gate(values: Any, gates: Any, outputs: Any) -> None:
+        for place in range(len(values)):
+            opened = rounded(np.float32(1) / (np.float32(1) + exponential(-widen(gates[place]))), outputs)
+            outputs[place] = narrowed(widen(values[place]) * opened, outputs)
+
+    elements = scalar(narrow)[::1]
+    return compile_kernel(gate, void(elements, elements, elements), parallel=False, fast=False)
+
+
+@kernel_factory
 def _rms_norm_kernel(narrow: bool, parallel: bool) -> Kernel:
     def normalize(inputs: Any, outputs: Any, weight: Any, bounds: Any, eps: Any) -> None:
         size = inputs.shape[1]
@@ -103,7 +124,7 @@ def _rms_norm_kernel(narrow: bool, parallel: bool) -> Kernel:
     return compile_kernel(normalize, void(rows, rows, scalar(narrow)[::1], int64[::1], float32), parallel=parallel)
 
 
-@cache
+@kernel_factory
 def _gated_silu_kernel(narrow: bool, parallel: bool) -> Kernel:
     def gate(inputs: Any, outputs: Any, bounds: Any) -> None:
         size = outputs.shape[1]

@@ -13,7 +13,6 @@ from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.decoder_layer import DecoderLayer
 from megatron_runtime.model.experts import Experts
-from megatron_runtime.model.latent_attention import MLASelfAttention
 from megatron_runtime.model.layers import FeedForward
 from megatron_runtime.model.megatron.gpt_config import model_config
 from megatron_runtime.model.positions import Positions
@@ -159,7 +158,7 @@ def _share_layer(layer: DecoderLayer, source: _Tensors, prefix: str) -> None:
     attention, mlp = f"{prefix}self_attention.", f"{prefix}mlp."
     source.fill_all(layer.attention_norm, f"{prefix}input_layernorm.", f"{attention}linear_qkv.layer_norm_")
     source.fill_all(layer.feed_forward_norm, f"{prefix}pre_mlp_layernorm.", f"{mlp}linear_fc1.layer_norm_")
-    assert not isinstance(layer.attention, MLASelfAttention)
+    assert isinstance(layer.attention, SelfAttention)
     _share_attention(layer.attention, source, attention)
     if isinstance(layer.feed_forward, Experts):
         _share_experts(layer.feed_forward, source, mlp)

@@ -39,11 +39,11 @@ class QuantizedMatrix:
 
     def fill(self, start: int, given: CodedRows) -> None:
         """Store consecutive rows from the row ``start`` on."""
-        rows = np.arange(start, start + len(given.codes))
+        rows = np.arange(start, start + len(given))
         panels, lanes = rows // PANEL, rows % PANEL
         # A quad is copied as one number.
         codes = self._codes.numpy().view(np.uint32)[..., 0]
-        codes[panels, :, lanes // LANES, :, lanes % LANES] = _pack(given.codes, self.coding.bits)
+        codes[panels, :, lanes // LANES, :, lanes % LANES] = given.codes
         groups = BLOCK // self.coding.group
         self._scales.numpy()[panels, :, :, lanes] = given.scales.reshape(len(rows), -1, groups)
         if given.mins is not None:
@@ -79,22 +79,8 @@ class QuantizedMatrix:
         return self._codes.numpy().reshape(-1), scales, mins
 
 
-def _pack(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
-    """The quads of the vectors that `Packing.vectors` describes: [rows, columns] to [rows, blocks, vectors]."""
-    quads = np.ascontiguousarray(codes).view(np.uint32).reshape(len(codes), -1, BLOCK // QUAD)
-    if bits == 8:
-        return quads
-    low = quads & 0x0F0F0F0F
-    vectors = [low[..., :4] | low[..., 4:] << 4]
-    if count := bits - 4:
-        high = (quads >> 4).reshape(*quads.shape[:2], -1, 8 // count)
-        shifts = np.arange(0, 8, count, dtype=np.uint32)
-        vectors.append(np.bitwise_or.reduce((high & ((1 << count) - 1) * 0x01010101) << shifts, axis=-1))
-    return np.concatenate(vectors, axis=-1)
-
-
 def _unpack(packed: Tensor, bits: int) -> Tensor:
-    """The inverse of `_pack` for bytes: [rows, blocks, vectors, QUAD] to [rows, columns]."""
+    """The inverse of `packed` for bytes: [rows, blocks, vectors, QUAD] to [rows, columns]."""
     if bits == 8:
         return packed.flatten(1)
     codes = torch.cat((packed[:, :, :4] & 0x0F, packed[:, :, :4] >> 4), dim=2)

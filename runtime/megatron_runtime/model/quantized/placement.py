@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megatron_runtime.model.formats.weight_source import CodedSource, WeightSource
 from megatron_runtime.model.quantized.matrix import QuantizedMatrix
@@ -19,6 +20,7 @@ class CodedPlacement:
     start: int
     stored: tuple[range, ...]
     columns: slice
+    fills_codes: ClassVar[bool] = True
 
     @property
     def elements(self) -> int:
@@ -42,8 +44,8 @@ class CodedPlacement:
         for chunk in self.stored:
             for rows in source.read_coded(name, chunk, self.columns):
                 self.matrix.fill(start, rows)
-                start += len(rows.codes)
-                yield rows.codes.size
+                start += len(rows)
+                yield rows.elements
 
     def count_not_finite(self) -> int:
         """The number of scales and mins that are NaN or infinite."""

@@ -19,6 +19,9 @@ from megatron_runtime.server.openai.tokenization import (
     tokenizer_info,
 )
 
+REFRESH_SECONDS = 1.0
+"""Time for which the list of models waits for the coordinator, which may be restarting."""
+
 
 def model_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
     """The routes of OpenAI's API; ``common`` are arguments for APIRouter."""
@@ -26,6 +29,8 @@ def model_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
 
     @router.get("/models", responses=answers(documentation.MODELS_ANSWER))
     async def models() -> dict[str, Any]:
+        # An adapter may have been loaded or unloaded by way of another server just now.
+        await frontend.admission.refresh(REFRESH_SECONDS)
         adapters = [_adapter(frontend, name) for name in frontend.adapters]
         return {"object": "list", "data": [_model(frontend), *adapters]}
 

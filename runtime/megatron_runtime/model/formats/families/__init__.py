@@ -18,6 +18,7 @@ from megatron_runtime.model.formats.families import (
     mistral,
     mixture,
     olmo,
+    qwen3_next,
 )
 
 FAMILIES: Mapping[str, Callable[[ConfigFields], ModelConfig]] = {
@@ -45,6 +46,7 @@ FAMILIES: Mapping[str, Callable[[ConfigFields], ModelConfig]] = {
     "mixtral": mixture.mixtral,
     "qwen2_moe": mixture.qwen2_moe,
     "qwen3_moe": mixture.qwen3_moe,
+    "qwen3_next": qwen3_next.qwen3_next,
     "olmoe": mixture.olmoe,
     "minimax_m2": mixture.minimax_m2,
     "llama4_text": llama4.llama4_text,

@@ -32,7 +32,7 @@ def qwen2_moe(fields: ConfigFields) -> ModelConfig:
         config,
         qkv_bias=fields.get("qkv_bias", True, bool),
         experts=replace(
-            _qwen_experts(fields, config.num_layers, per_token=4),
+            qwen_experts(fields, config.num_layers, per_token=4),
             shared_intermediate_size=fields.get("shared_expert_intermediate_size", MISSING, int),
             has_shared_expert_gate=True,
         ),
@@ -42,7 +42,7 @@ def qwen2_moe(fields: ConfigFields) -> ModelConfig:
 def qwen3_moe(fields: ConfigFields) -> ModelConfig:
     """Qwen3 with small experts in the layers that the file selects."""
     config = qwen3(fields)
-    return replace(config, experts=_qwen_experts(fields, config.num_layers, per_token=8))
+    return replace(config, experts=qwen_experts(fields, config.num_layers, per_token=8))
 
 
 def minimax_m2(fields: ConfigFields) -> ModelConfig:
@@ -76,7 +76,7 @@ def olmoe(fields: ConfigFields) -> ModelConfig:
     return replace(config, query_key_norm="projection", query_key_value_clip=clip, experts=experts)
 
 
-def _qwen_experts(fields: ConfigFields, layers: int, *, per_token: int) -> ExpertsConfig:
+def qwen_experts(fields: ConfigFields, layers: int, *, per_token: int) -> ExpertsConfig:
     """The routed experts; ``per_token`` is a default."""
     every = max(1, fields.get("decoder_sparse_step", 1, int))
     dense = fields.numbers("mlp_only_layers", int)

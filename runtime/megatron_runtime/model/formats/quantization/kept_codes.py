@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_runtime.errors import CheckpointError
-from megatron_runtime.model.formats.coded_rows import BLOCK, CODINGS, CodedRows, Coding
+from megatron_runtime.model.formats.coded_rows import BLOCK, CODINGS, CodedRows, Coding, packed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +47,7 @@ def coded_rows(part: QuantizedPart, coding: Coding, name: str) -> CodedRows:
         raise _refuse(name, f"has zero points other than {coding.offset}, but the configuration says it is symmetric")
     if not all(bool(numbers.isfinite().all()) for numbers in (scales, mins) if numbers is not None):
         raise _refuse(name, "has scales that float16 can't represent")
-    return CodedRows(part.codes.contiguous().numpy(), scales.numpy(), None if mins is None else mins.numpy())
+    return CodedRows(packed(part.codes.numpy(), coding.bits), scales.numpy(), None if mins is None else mins.numpy())
 
 
 def _of_blocks(numbers: Tensor, blocks: Tensor) -> Tensor:

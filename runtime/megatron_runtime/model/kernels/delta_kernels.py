@@ -1,0 +1,162 @@
+"""Compiled kernels of the gated delta rule: one token after the other, so that bits do not depend on chunks or batches.
+
+The arrays are float32. Sums have the order of the source text on every processor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import float32, int64, njit, prange, void
+
+from megatron_runtime.model.kernels.compiled import compile_kernel, exponential
+from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
+
+_EPS = 1e-6
+"""Added to the squares of queries and keys, whose norm is made one."""
+_FLOATS = {1: float32[::1], 2: float32[:, ::1], 3: float32[:, :, ::1], 4: float32[:, :, :, ::1]}
+"""Contiguous arrays by their number of dimensions."""
+_INTEGERS = int64[::1]
+
+
+@njit(inline="always")
+def _sigmoid(x: Any) -> Any:
+    return np.float32(1) / (np.float32(1) + exponential(-x))
+
+
+@njit(inline="always")
+def _softplus(x: Any) -> Any:
+    return x if x > np.float32(20) else np.log1p(exponential(x))
+
+
+@njit(inline="always")
+def _input(own: Any, state: Any, place: Any, channel: Any) -> Any:
+    """The input at this place among those of the pass, or before them: among the last ones before the pass."""
+    return own[place, channel] if place >= 0 else state[place + len(state), channel]
+
+
+@njit(inline="always")
+def _inverse_norm(vector: Any, factor: Any) -> Any:
+    """One over the length of ``vector``, and over the square root of ``factor``."""
+    squares = np.float32(0)
+    for place in range(len(vector)):
+        squares += vector[place] * vector[place]
+    return np.float32(1 / np.sqrt((np.float64(squares) + _EPS) * factor))
+
+
+def prepare() -> None:
+    """Compile the kernels now, so that the first request does not wait for it."""
+    convolution_kernel()
+    delta_kernel()
+    gated_norm_kernel()
+
+
+@kernel_factory
+def convolution_kernel() -> Kernel:
+    """``silu`` of the causal convolution of each channel.
+
+    Arguments: inputs [T, channels]; weight [taps, channels]; states [slots, taps - 1, channels], the last inputs of
+    each sequence; slots, starts and is_new of the requests; outputs [T, channels]; bounds of the threads' channels.
+    """
+
+    def convolve(
+        inputs: Any, weight: Any, states: Any, slots: Any, starts: Any, is_new: Any, outputs: Any, bounds: Any
+    ) -> None:
+        before = weight.shape[0] - 1
+        for share in prange(len(bounds) - 1):
+            for request in range(len(slots)):
+                first, end = starts[request], starts[request + 1]
+                state = states[slots[request], :, bounds[share] : bounds[share + 1]]
+                if is_new[request]:
+                    state[:] = np.float32(0)
+                own = inputs[first:end, bounds[share] : bounds[share + 1]]
+                for row in range(first, end):
+                    for channel in range(own.shape[1]):
+                        total = np.float32(0)
+                        for tap in range(before + 1):
+                            value = _input(own, state, row - first + tap - before, channel)
+                            total += weight[tap, bounds[share] + channel] * value
+                        outputs[row, bounds[share] + channel] = total * _sigmoid(total)
+                for place in range(before):
+                    for channel in range(own.shape[1]):
+                        state[place, channel] = _input(own, state, end - first + place - before, channel)
+
+    rows, states = _FLOATS[2], _FLOATS[3]
+    signature = void(rows, rows, states, _INTEGERS, _INTEGERS, _INTEGERS, rows, _INTEGERS)
+    return compile_kernel(convolve, signature, fast=False)
+
+
+@kernel_factory
+def delta_kernel() -> Kernel:
+    """The gated delta rule.
+
+    Arguments: queries and keys [T, key heads, key dim]; values [T, value heads, value dim]; steps and strengths [T,
+    value heads], before softplus and sigmoid; rates and biases [value heads]; states [slots, value heads, key dim,
+    value dim]; slots, starts and is_new of the requests; outputs as values; bounds of the threads' value heads.
+    """
+
+    def apply(
+        queries: Any, keys: Any, values: Any, steps: Any, strengths: Any, rates: Any, biases: Any, states: Any,
+        slots: Any, starts: Any, is_new: Any, outputs: Any, bounds: Any,
+    ) -> None:  # fmt: skip
+        key_dim, value_dim = states.shape[2], states.shape[3]
+        together = values.shape[1] // keys.shape[1]
+        for share in prange(len(bounds) - 1):
+            query, key = np.empty(key_dim, np.float32), np.empty(key_dim, np.float32)
+            update = np.empty(value_dim, np.float32)
+            for head in range(bounds[share], bounds[share + 1]):
+                for request in range(len(slots)):
+                    state = states[slots[request], head]
+                    if is_new[request]:
+                        state[:] = np.float32(0)
+                    for row in range(starts[request], starts[request + 1]):
+                        query[:] = queries[row, head // together]
+                        key[:] = keys[row, head // together]
+                        of_query, of_key = _inverse_norm(query, key_dim), _inverse_norm(key, 1)
+                        decay = exponential(-rates[head] * _softplus(steps[row, head] + biases[head]))
+                        update[:] = np.float32(0)
+                        for place in range(key_dim):
+                            query[place] *= of_query
+                            key[place] *= of_key
+                            for channel in range(value_dim):
+                                state[place, channel] *= decay
+                                update[channel] += state[place, channel] * key[place]
+                        for channel in range(value_dim):
+                            update[channel] = (values[row, head, channel] - update[channel]) * _sigmoid(
+                                strengths[row, head]
+                            )
+                            outputs[row, head, channel] = np.float32(0)
+                        for place in range(key_dim):
+                            for channel in range(value_dim):
+                                state[place, channel] += key[place] * update[channel]
+                                outputs[row, head, channel] += state[place, channel] * query[place]
+
+    heads, each = _FLOATS[3], _FLOATS[1]
+    requests = (_INTEGERS,) * 3
+    views, flat = float32[:, :, :], float32[:, :]
+    signature = void(views, views, views, flat, flat, each, each, _FLOATS[4], *requests, heads, _INTEGERS)
+    return compile_kernel(apply, signature, fast=False)
+
+
+@kernel_factory
+def gated_norm_kernel() -> Kernel:
+    """``weight * x / sqrt(mean(x^2) + eps) * silu(gate)`` over the last dimension, in place of x.
+
+    Arguments: rows and gates [N, size]; weight [size]; eps; bounds of the threads' rows.
+    """
+
+    def normalize(rows: Any, gates: Any, weight: Any, eps: Any, bounds: Any) -> None:
+        size = rows.shape[1]
+        for share in prange(len(bounds) - 1):
+            for row in range(bounds[share], bounds[share + 1]):
+                total = np.float32(0)
+                for channel in range(size):
+                    total += rows[row, channel] * rows[row, channel]
+                inverse = np.float32(1 / np.sqrt(np.float64(total) / size + eps))
+                for channel in range(size):
+                    gate = gates[row, channel]
+                    rows[row, channel] = weight[channel] * (rows[row, channel] * inverse) * (gate * _sigmoid(gate))
+
+    rows = _FLOATS[2]
+    return compile_kernel(normalize, void(rows, float32[:, :], _FLOATS[1], float32, _INTEGERS), fast=False)

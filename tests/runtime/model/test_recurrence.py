@@ -1,0 +1,197 @@
+"""The recurrence of gated delta layers: its two implementations, and its independence of batches and chunks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+
+from megatron_runtime.errors import CheckpointError, ConfigurationError
+from megatron_runtime.model.attention_kind import attention_kind
+from megatron_runtime.model.cache_layout import CacheLayout
+from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.recurrence import DeltaInputs, RecurrentPlan, gated_rms_norm
+from megatron_runtime.model.recurrent_config import GatedDeltaConfig
+from megatron_runtime.model.recurrent_states import RecurrentStates
+from megatron_runtime.model.shard import Shard
+from megatron_runtime.parallel.layout import ParallelSizes, RankPosition
+
+SIZES = GatedDeltaConfig(frozenset({0, 2}), key_heads=2, value_heads=6, key_dim=10, value_dim=14, taps=4)
+LENGTHS = (1, 7, 2, 30)
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def plan_of(lengths: tuple[int, ...], contexts: tuple[int, ...] | None = None) -> RecurrentPlan:
+    """Requests of these lengths, whose slots are in descending order; with older tokens up to ``contexts``."""
+    unused = torch.zeros(0, dtype=torch.int64)
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    slots = torch.arange(len(lengths), 0, -1)
+    known = torch.tensor(contexts or lengths, dtype=torch.int32)
+    return RecurrentPlan(ForwardBatch(*[unused] * 3, starts, known, unused, unused, state_slots=slots))
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def delta_inputs(count: int) -> DeltaInputs:
+    keys, values = (count, SIZES.key_heads, SIZES.key_dim), (count, SIZES.value_heads, SIZES.value_dim)
+    each = (SIZES.value_heads,)
+    return DeltaInputs(
+        queries=random(*keys),
+        keys=random(*keys) + 0.5,
+        values=random(*values),
+        steps=random(count, *each) * 4,
+        strengths=random(count, *each) + 1,
+        rates=random(*each).exp(),
+        biases=random(*each) - 1,
+    )
+
+
+def part(inputs: DeltaInputs, rows: slice) -> DeltaInputs:
+    tokens = ("queries", "keys", "values", "steps", "strengths")
+    return DeltaInputs(
+        **{name: getattr(inputs, name)[rows] for name in tokens}, rates=inputs.rates, biases=inputs.biases
+    )
+
+
+def garbage(*shape: int) -> Tensor:
+    """States of earlier requests, which new ones must not read."""
+    return torch.full((len(LENGTHS) + 1, *shape), torch.nan)
+
+
+def test_the_delta_rule_is_that_of_transformers() -> None:
+    inputs, (_, shape) = delta_inputs(sum(LENGTHS)), SIZES.state_shapes
+    compiled, plain = garbage(*shape), garbage(*shape)
+    outputs = plan_of(LENGTHS).delta_rule(inputs, compiled)
+    torch.testing.assert_close(plan_of(LENGTHS).delta_rule_in_torch(inputs, plain), outputs, **CLOSE)
+    torch.testing.assert_close(plain, compiled, equal_nan=True, **CLOSE)
+    begin = sum(LENGTHS[:-1])
+    last = part(inputs, slice(begin, None))
+    decays = -last.rates * torch.nn.functional.softplus(last.steps + last.biases)
+    arguments = (last.queries, last.keys, last.values, decays, last.strengths.sigmoid())
+    expected, state = torch_recurrent_gated_delta_rule(
+        *(each[None] for each in arguments), output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    torch.testing.assert_close(outputs[begin:], expected[0], **CLOSE)
+    torch.testing.assert_close(compiled[1], state[0], **CLOSE)
+    assert compiled[0].isnan().all(), "no request has this slot"
+
+
+def test_the_convolution_is_that_of_pytorch() -> None:
+    inputs, weight, shape = random(sum(LENGTHS), SIZES.channels), random(4, SIZES.channels), SIZES.state_shapes[0]
+    compiled, plain = garbage(*shape), garbage(*shape)
+    outputs = plan_of(LENGTHS).convolve(inputs, weight, compiled)
+    plain.nan_to_num_()  # zeros times NaN are NaN in PyTorch
+    torch.testing.assert_close(plan_of(LENGTHS).convolve_in_torch(inputs, weight, plain), outputs, **CLOSE)
+    assert torch.equal(plain[1:], compiled[1:])
+    rows = torch.nn.functional.pad(inputs[-30:].t(), (3, 0))[None]
+    convolved = torch.nn.functional.conv1d(rows, weight.t()[:, None], groups=SIZES.channels)[0].t()
+    torch.testing.assert_close(outputs[-30:], torch.nn.functional.silu(convolved), **CLOSE)
+    assert torch.equal(compiled[1], inputs[-3:])
+
+
+@pytest.mark.parametrize("cuts", [(0, 30), (0, 1, 2, 3, 30), (0, 2, 17, 29, 30), (0, 16, 30)])
+def test_bits_and_states_do_not_depend_on_chunks(cuts: tuple[int, ...]) -> None:
+    inputs, rows, weight = delta_inputs(30), random(30, SIZES.channels), random(4, SIZES.channels)
+    convolution, shape = SIZES.state_shapes
+
+    def run(cuts: tuple[int, ...]) -> tuple[Tensor, ...]:
+        states, matrices = garbage(*convolution), garbage(*shape)
+        pieces = []
+        for start, end in pairwise(cuts):
+            plan, some = plan_of((end - start,), (end,)), slice(start, end)
+            seen = plan.delta_rule(part(inputs, some), matrices)
+            pieces.append((plan.convolve(rows[some], weight, states), seen))
+        return *map(torch.cat, zip(*pieces, strict=True)), states[1], matrices[1]
+
+    assert all(map(torch.equal, run(cuts), run((0, 30))))
+
+
+def test_the_norm_with_a_gate() -> None:
+    rows, gates, weight = random(9, 6, 14), random(6, 9, 14).transpose(0, 1), random(14)
+    expected = torch.nn.functional.rms_norm(rows, (14,), weight, 1e-6) * torch.nn.functional.silu(gates)
+    torch.testing.assert_close(gated_rms_norm(rows, gates, weight, 1e-6), expected, **CLOSE)
+
+
+def test_states_move_to_the_host_and_back() -> None:
+    states = RecurrentStates(SIZES, 3, torch.device("cpu"))
+    assert states.num_bytes == 3 * SIZES.state_bytes
+    states.layer(1)[0].fill_(2.0)
+    states.offload()
+    states.restore()
+    assert torch.equal(states.layer(1)[0], torch.full((3, 3, SIZES.channels), 2.0))
+    states.release()
+    states.restore()
+    assert not states.layer(1)[0].any()
+
+
+LAYOUT = CacheLayout(num_layers=1, heads=1, key_width=8, value_width=8, state_bytes=1000)
+"""A block of four float32 tokens has 256 bytes."""
+
+
+@pytest.mark.parametrize(
+    ("size", "sequences", "is_chosen", "expected"),
+    [
+        (1256, 10, False, (1, 1)),
+        (10000, 10, False, (5, 19)),
+        (10000, 2, False, (2, 31)),
+        (10000, 7, True, (7, 11)),
+        (10000, 100, True, (7, 11)),
+    ],
+)
+def test_a_pool_is_divided_into_states_and_blocks(
+    size: int, sequences: int, is_chosen: bool, expected: tuple[int, int]
+) -> None:
+    assert LAYOUT.smallest_pool(4, 4) == 1256
+    assert LAYOUT.divide(size, 4, 4, sequences, is_chosen=is_chosen) == expected
+
+
+def model_config(**changes: Any) -> ModelConfig:
+    """Three layers, the second of them with attention; ``changes`` are fields of the recurrent layers."""
+    return ModelConfig(
+        architecture="mixed",
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_layers=3,
+        num_attention_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        recurrent=replace(SIZES, **changes),
+    )
+
+
+@pytest.mark.parametrize("name", ["tensor", "pipeline", "expert"])
+def test_ranks_do_not_divide_recurrent_layers(name: str) -> None:
+    sizes = ParallelSizes(**{name: 2})
+    with pytest.raises(ConfigurationError, match=f"{name} parallel size is 2, but .* recurrent layers.*use 1") as error:
+        Shard(model_config(), RankPosition(sizes))
+    assert error.value.field == name
+
+
+def test_only_layers_with_attention_have_blocks() -> None:
+    layout = attention_kind(model_config()).cache_layout
+    assert (layout.num_layers, layout.state_bytes) == (1, SIZES.state_bytes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"value_heads": 5}, "5 value heads can't share 2 key heads evenly; expected a multiple"),
+        ({"taps": 1}, "taps of the convolution less one: 0, expected 1 to"),
+        ({"layers": frozenset({0, 1, 2})}, "3 of 3 layers are recurrent, expected 1 to 2"),
+    ],
+)
+def test_wrong_sizes_are_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError, match=f"^here: {words}"):
+        model_config(**changes).check("here")

@@ -1,0 +1,54 @@
+"""The launcher's checks and sizes for models with recurrent layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.launch.inspection import CheckpointFacts
+from megatron_runtime.launch.memory import AvailableMemory
+from megatron_runtime.launch.options import EngineOptions, LaunchOptions, ModelSource
+from megatron_runtime.launch.preflight import EnginePlan, plan_engine
+from megatron_runtime.launch.quantity import parse_bytes
+from megatron_runtime.model.cache_layout import CacheLayout
+
+STATES = 3 * 2**20
+FACTS = CheckpointFacts(
+    path="/m",
+    architecture="mixed",
+    parameters=1000,
+    longest=512,
+    layers=4,
+    cache_layout=CacheLayout(num_layers=4, heads=2, key_width=16, value_width=16, state_bytes=STATES),
+)
+BLOCK = 16 * 2 * 4 * 2 * 16 * 4
+
+
+def plan(folder: Path, **engine: int) -> EnginePlan:
+    options = LaunchOptions(model=ModelSource(path=folder), engine=EngineOptions(dtype="float32", **engine))
+    return plan_engine(options, FACTS, AvailableMemory(2**40, "free on this machine"))
+
+
+def test_the_states_of_one_request_and_a_block_are_the_smallest_cache(tmp_path: Path) -> None:
+    assert plan(tmp_path, kv_cache_bytes=STATES + BLOCK).max_sequence_length == 16
+    with pytest.raises(
+        ConfigurationError, match=r"single block of 16 tokens and 3Mi of recurrent states; give at least"
+    ):
+        plan(tmp_path, kv_cache_bytes=STATES)
+
+
+@pytest.mark.parametrize("requests", [{}, {"max_requests": 2}])
+def test_a_cache_for_a_length_has_room_for_the_states(requests: dict[str, int], tmp_path: Path) -> None:
+    length = {"max_sequence_length": 512} | requests
+    with pytest.raises(ConfigurationError, match=r"use \d+ or less, or --kv-cache-memory (\S+) or more$") as error:
+        plan(tmp_path, kv_cache_bytes=max(requests.get("max_requests", 1), 1) * (STATES + BLOCK), **length)
+    needed = parse_bytes(str(error.value).split()[-3], "--kv-cache-memory")
+    assert plan(tmp_path, kv_cache_bytes=needed + 2**16, **length).max_sequence_length == 512
+
+
+def test_speculation_is_refused(tmp_path: Path) -> None:
+    words = "^--num-speculative-tokens 4: mixed has recurrent layers, .* use 0, or omit it$"
+    with pytest.raises(ConfigurationError, match=words):
+        plan(tmp_path, num_speculative_tokens=4)
