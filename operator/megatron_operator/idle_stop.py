@@ -8,7 +8,7 @@ it sends before it sees the record resumes the engine, which ends the stop.
 | record | engine | action | next record |
 |---|---|---|---|
 | none | suspended because it was idle, for less than ``stopAfter`` | none | none |
-| none | the same, for ``stopAfter`` | none | now |
+| none | the same, for ``stopAfter`` and ``LOOK_INTERVAL``, and no request within the latter | none | now |
 | set, and no request since | suspended, or without a leader; for ``STOP_DELAY`` | pods are deleted | the same |
 | set, and no request since | has requests, or another state: a request came first | pods run | none |
 | set, and a request since | any | pods run | none |
@@ -59,7 +59,10 @@ class IdleStop:
             return None
         is_known = status.engine_state == EngineState.SUSPENDED and status.engine_state_time is not None
         since = seconds(status.engine_state_time) if is_known and status.engine_state_time else self.observed.now
-        return since + self.resource.spec.auto_suspend.stop_after
+        # Activators need the time to see that the model runs, and to send the requests that they hold for it.
+        stop_after = max(self.resource.spec.auto_suspend.stop_after, LOOK_INTERVAL)
+        activation = status.activation_time
+        return max(since + stop_after, seconds(activation) + LOOK_INTERVAL if activation else 0.0)
 
     @property
     def next_record(self) -> float | None:

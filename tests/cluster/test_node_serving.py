@@ -5,6 +5,7 @@ The tests share one release and one resource, and run in order.
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -26,6 +27,7 @@ pytestmark = [pytest.mark.model, pytest.mark.timeout(480)]
 
 SAMPLES = Path(__file__).parents[2] / "manifests/samples"
 GPU = "nvidia.com/gpu"
+ACTIVATOR = "service/megatron-megatron-inference-activator"
 WEIGHTS = 134_515_008 * 4
 """Bytes of SmolLM2's parameters in float32."""
 MODEL = "/models/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -91,6 +93,20 @@ async def client_of_first_pod(sample: Resource, tmp_path: Path) -> AsyncIterator
     """A client of a pod that stays when replica groups are removed: a port-forward ends with its pod."""
     async with client_of(f"pod/{sample.name}-0-0-0", sample, tmp_path) as client:
         yield client
+
+
+async def first_token_and_text(client: openai.AsyncOpenAI, model: str) -> tuple[float, str]:
+    """Seconds until the first text of a streamed answer, and the answer."""
+    began, first, text = time.monotonic(), 0.0, ""
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    stream = await client.chat.completions.create(
+        model=model, messages=messages, temperature=0, max_tokens=16, stream=True
+    )
+    async for part in stream:
+        delta = part.choices[0].delta.content if part.choices else None
+        first = first or (time.monotonic() - began if delta else 0.0)
+        text += delta or ""
+    return first, text
 
 
 def test_helm_test_passes_with_the_image_of_the_operator(real_stage: Stage) -> None:
@@ -254,6 +270,30 @@ async def test_gpus_are_requested_and_too_many_are_reported_with_the_numbers(
     assert f"0/1 nodes are available: 1 Insufficient {GPU}" in message, message
     for resource in (fits, too_many):
         await resource.kubectl("delete", "mi", resource.name, "--timeout=90s")
+
+
+async def test_requests_through_the_activator_start_an_idle_model_and_all_are_answered(
+    real_stage: Stage, stage_namespace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--set", "activator.enabled=true", "--set", "activator.replicas=1")
+    await asyncio.to_thread(real_stage.upgrade, *flags)
+    seldom = Resource(real_stage.cluster, stage_namespace, "seldom")
+    resource = yaml.safe_load((SAMPLES / "smollm2.yaml").read_text())
+    resource["metadata"]["name"] = resource["spec"]["model"]["servedName"] = seldom.name
+    resource["spec"] |= {"replicas": 1, "autoSuspend": {"idleAfter": "1s", "stopAfter": "1s"}}
+    await seldom.kubectl("apply", "--validate=false", "-f", "-", input=json.dumps(resource))
+    await seldom.until(lambda status: reason(status) == "IdleStopped", "the stop", within=300)
+    await seldom.until_pods()
+    with PortForward(seldom.cluster, NAMESPACE, ACTIVATOR, 8080, tmp_path) as forwarded:
+        url = f"{forwarded.url}/{stage_namespace}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="unused", max_retries=0, timeout=300) as client:
+            listed = {model.id: model.to_dict()["availability"] async for model in client.models.list()}
+            assert listed[seldom.name] == "Idle"
+            answers = await asyncio.gather(*(first_token_and_text(client, seldom.name) for _ in range(8)))
+    assert [text for _, text in answers] == ["The capital of France is Paris."] * 8
+    with capsys.disabled():
+        print(f"\nfirst token of SmolLM2 {min(first for first, _ in answers):.1f} s after a request without pods")
+    await seldom.kubectl("delete", "mi", seldom.name, "--timeout=90s")
 
 
 async def test_an_uninstalled_release_leaves_only_the_definition(real_stage: Stage, sample: Resource) -> None:

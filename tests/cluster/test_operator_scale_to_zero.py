@@ -20,6 +20,8 @@ from operator_support.operator_process import OperatorProcess
 from operator_support.process_node import ProcessNode
 from operator_support.resource import Resource, reason
 from operator_support.scripted_node import ScriptedNode
+from runtime_support.adapters import write_adapter
+from transformers import AutoModelForCausalLM
 
 from megatron_operator.activator.limits import Limits
 from megatron_operator.activator.service import Activator
@@ -159,4 +161,35 @@ async def test_a_streamed_request_starts_the_real_runtime(
             print(f"\nfirst token {first:.1f} s after the request")
         assert lines[0] == ": waiting for the model to start"
         assert lines[-1] == "data: [DONE]"
+        await chat.kubectl("delete", "mi", "chat", "--timeout=60s")
+
+
+@pytest.mark.timeout(300)
+async def test_a_request_for_an_adapter_starts_the_real_runtime(
+    chat: Resource, api: Api, model: Model, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    base = AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
+    write_adapter(tmp_path / "models" / "sql", base)
+    (tmp_path / "models" / "tiny").symlink_to(tiny_checkpoint)
+    adapters = [{"name": "sql", "path": "/models/sql"}]
+    async with ProcessNode(api, chat.namespace, tmp_path / "pods", tmp_path / "models") as machine:
+        await chat.create(model={"source": {"path": "/models/tiny"}}, autoSuspend=IDLE, adapters=adapters)
+        await chat.until(lambda status: reason(status) == "IdleStopped", "the stop", within=120)
+        model.url = f"http://{await machine.service_address('chat')}:8000"
+        body = {"prompt": "water", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        endpoint, answers = model.clients[0].base_url.join(f"/{chat.namespace}/v1/"), {}
+        for name in ("sql", "chat"):
+            answer = await model.clients[0].post(endpoint.join("completions"), json={"model": name, **body})
+            assert answer.status_code == 200, answer.text
+            answers[name] = answer.json()["choices"][0]["token_ids"]
+        assert answers["sql"] != answers["chat"]
+        listed, own = [
+            (await model.clients[0].get(url)).json()["data"]
+            for url in (endpoint.join("models"), f"{model.url}/v1/models")
+        ]
+        assert [each["id"] for each in listed] == ["chat", "sql"]
+        assert own[1].keys() - {"max_model_len"} <= listed[1].keys()
+        shared = ("id", "object", "owned_by", "parent")
+        assert [listed[1][field] for field in shared] == [own[1][field] for field in shared]
+        assert (listed[1]["root"], own[1]["root"]) == ("/models/sql", str(tmp_path / "models" / "sql"))
         await chat.kubectl("delete", "mi", "chat", "--timeout=60s")

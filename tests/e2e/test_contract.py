@@ -53,6 +53,8 @@ SAMPLE = Path(__file__).parents[2] / "manifests" / "samples" / "smollm2.yaml"
 LEADER = PodIdentity(group=0, attempt=3, index=0, leader=True, template_hash="abc", restarts=2)
 HOST = "127.0.0.1"
 TOKEN = "control-token-of-the-test"
+POOL = {"inferencePool": {"endpointPicker": {"name": "picker"}}}
+KEYS = {"apiKeysSecret": {"name": "users"}}
 WORKER = PodIdentity(group=1, attempt=0, index=0, leader=False, template_hash="abc", restarts=0)
 
 
@@ -175,6 +177,9 @@ def test_the_runtime_parses_every_flag_of_the_sample() -> None:
             {"lora_modules": [f"a{number}=/models/{number}" for number in range(9)], "max_loras": 9},
         ),
         ({"frontend": {"pooling": "Mean", "mediaPlaceholder": True}}, {"pooling": "mean", "media_placeholder": True}),
+        ({"expose": POOL, "frontend": KEYS}, {"picker_metrics_without_key": True}),
+        ({"expose": POOL}, {"picker_metrics_without_key": False}),
+        ({"frontend": KEYS}, {"picker_metrics_without_key": False}),
     ],
 )
 def test_the_runtime_parses_every_option_of_the_resource(spec: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from megatron_operator.activator.service import Served
 
 CHAT = "/v1/chat/completions"
 IDLE = {"idleAfter": "1h", "stopAfter": "1h"}
+SQL = [{"name": "org/sql", "path": "/adapters/sql"}]
 
 
 @pytest.fixture
@@ -187,6 +188,63 @@ async def test_a_request_starts_its_model_only(fleet: Fleet) -> None:
         assert "activationTime" not in fleet.resources["small"]["status"]
         await fleet.start("large")
         assert (await answer).json()["answered_by"] == "large"
+
+
+async def test_requests_for_an_adapter_go_to_the_resource_that_has_it(fleet: Fleet) -> None:
+    await fleet.add("small")
+    await fleet.add("large", adapters=SQL)
+    body = b'{"model": "org/sql"}'
+    async with EndpointClient(fleet) as client:
+        answer = await client.post(CHAT, content=body)
+        listed = (await client.get("/v1/models")).json()["data"]
+        described = (await client.get("/v1/models/org/sql")).json()
+        unknown = await client.post(CHAT, json={"model": "sql"})
+    assert answer.json()["answered_by"] == "large"
+    assert fleet.requests == [("large", CHAT, body)]
+    assert [each["id"] for each in listed] == ["large", "org/sql", "small"]
+    assert described == listed[1]
+    assert (described["parent"], described["root"], described["resource"]) == (
+        "large",
+        "/adapters/sql",
+        "models/large",
+    )
+    assert "the models are 'large', 'org/sql', 'small'" in unknown.json()["error"]["message"]
+
+
+async def test_a_request_for_an_adapter_starts_its_model(fleet: Fleet) -> None:
+    await fleet.add("small", idle=True)
+    await fleet.add("large", idle=True, adapters=SQL)
+    async with EndpointClient(fleet) as client:
+        assert (await client.get("/v1/models/org/sql")).json()["availability"] == "Idle"
+        answer = asyncio.create_task(client.post(CHAT, json={"model": "org/sql"}))
+        await fleet.activated.wait()
+        assert "activationTime" not in fleet.resources["small"]["status"]
+        await fleet.start("large")
+        assert (await answer).json()["answered_by"] == "large"
+
+
+async def test_an_adapter_of_a_model_that_its_user_stopped_is_refused(fleet: Fleet) -> None:
+    await fleet.add("large", lifecycle="Stopped", adapters=SQL)
+    async with EndpointClient(fleet) as client:
+        refused = await client.post(CHAT, json={"model": "org/sql"})
+    assert refused.status_code == 503
+    assert "models/large is stopped (spec.lifecycle)" in refused.json()["error"]["message"]
+    assert not fleet.activated.is_set()
+
+
+async def test_the_next_resource_serves_the_name_of_an_adapter_that_was_removed(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(catalog, "LOOK_INTERVAL", 0.0)
+    await fleet.add("old", adapters=SQL)
+    await fleet.add("new", "org/sql")
+    with caplog.at_level(logging.WARNING, "megatron_operator.activator"):
+        async with EndpointClient(fleet) as client:
+            before = await client.post(CHAT, json={"model": "org/sql"})
+            fleet.resources["old"]["spec"]["adapters"] = []
+            after = await client.post(CHAT, json={"model": "org/sql"})
+    assert (before.json()["answered_by"], after.json()["answered_by"]) == ("old", "new")
+    assert "models/old: serves 'org/sql', and new with the same name get no requests" in caplog.text
 
 
 async def test_events_pass_at_once_and_the_end_of_the_client_is_passed_on(fleet: Fleet) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from planning_support.activating import CHAT, Client, ModelInCluster, shorten_times
+from planning_support.activating import CHAT, STOPPED_AT, Client, ModelInCluster, shorten_times
 
 from megatron_operator.activator import models
 
@@ -46,6 +46,21 @@ async def test_a_request_without_a_key_starts_nothing_and_does_not_wait(
     error = refused.json()["error"]
     assert (error["code"], error["type"]) == ("invalid_api_key", "invalid_request_error")
     assert not model.activated.is_set()
+
+
+async def test_a_request_for_an_adapter_needs_a_key_of_its_model(model: ModelInCluster) -> None:
+    assert model.resource is not None
+    model.resource["metadata"]["creationTimestamp"] = STOPPED_AT
+    model.resource["spec"]["adapters"] = [{"name": "sql", "path": "/adapters/sql"}]
+    path, body = "/models/v1/chat/completions", {"model": "sql"}
+    async with Client(model) as client:
+        assert (await client.http.post(path, json=body)).status_code == 401
+        assert not model.activated.is_set()
+        answer = asyncio.create_task(client.http.post(path, json=body, headers={"X-Api-Key": "first"}))
+        await model.activated.wait()
+        await model.start()
+        model.become_ready()
+        assert (await answer).status_code == 200
 
 
 @pytest.mark.parametrize("headers", [{"Authorization": "bearer first"}, {"X-Api-Key": "second"}])

@@ -12,7 +12,7 @@ from planning_support.planning import Planning, created, deleted
 from megatron_operator.api.parse import InvalidResource
 from megatron_operator.api.v1alpha1 import ConditionType, Lifecycle, MegatronInferenceStatus, Phase
 from megatron_operator.events import events_between
-from megatron_operator.idle_stop import STOP_DELAY
+from megatron_operator.idle_stop import LOOK_INTERVAL, STOP_DELAY
 from megatron_operator.observed_state import EngineState
 from megatron_operator.plan import plan
 from megatron_operator.settings import Settings
@@ -113,8 +113,8 @@ def test_a_started_model_is_stopped_again_also_if_the_clock_of_the_activator_is_
     planning.round()
     planning.cluster.now += 600
     planning.round()
-    planning.cluster.now += 101 + STOP_DELAY
-    run(planning)
+    planning.cluster.now += 101 + LOOK_INTERVAL
+    stop(planning)
     assert planning.cluster.pods == {}
     assert planning.status.phase is Phase.STOPPED
 
@@ -127,6 +127,33 @@ def test_a_request_that_resumes_the_engine_before_the_pods_are_deleted_keeps_the
     planning.cluster.wake()
     assert planning.round() == []
     assert planning.status.idle_stop_time is None
+
+
+def test_an_activator_has_the_time_to_send_a_request_that_came_after_the_record() -> None:
+    planning = asleep()
+    planning.cluster.now += 600
+    planning.round()
+    assert planning.status.idle_stop_time is not None
+    planning.cluster.now += 1
+    activate(planning)
+    for _ in range(int(LOOK_INTERVAL)):
+        assert planning.round() == []
+        assert planning.status.idle_stop_time is None
+        planning.cluster.now += 1
+    planning.round()
+    assert planning.status.idle_stop_time == timestamp(planning.cluster.now)
+
+
+def test_an_activator_has_the_time_to_see_that_a_model_runs_before_it_is_stopped_again() -> None:
+    planning = with_activator(autoSuspend={"idleAfter": "1s", "stopAfter": "1s"})
+    planning.cluster.fall_asleep()
+    planning.round()
+    for _ in range(int(LOOK_INTERVAL)):
+        assert planning.round() == []
+        assert planning.status.idle_stop_time is None
+        planning.cluster.now += 1
+    planning.round()
+    assert planning.status.idle_stop_time is not None
 
 
 @pytest.mark.parametrize("change", [{"state": EngineState.RESUMING}, {"waiting_requests": 1}])

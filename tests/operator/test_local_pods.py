@@ -158,10 +158,12 @@ async def test_a_missing_or_invalid_field_is_reported_with_its_value(
 async def test_container_paths_are_mapped_to_local_paths(tmp_path: Path) -> None:
     mapped = ProcessPods(tmp_path / "pods", paths=PathMap().plus("/models", tmp_path / "here"))
     pods_code = "import sys; print(sys.argv[1:])"
-    mapped.start(pod(pods_code, args=["--model", "/models/a.gguf", "--path=/models", "/modelsx"]))
+    adapter = "--lora-modules=sql=/models/sql"
+    mapped.start(pod(pods_code, args=["--model", "/models/a.gguf", "--path=/models", "/modelsx", adapter]))
     status = await until(lambda: (s := mapped.status("dummy")).finished and s, "the end")
     here = tmp_path / "here"
-    assert status.log.read_text().strip() == str(["--model", f"{here}/a.gguf", f"--path={here}", "/modelsx"])
+    words = ["--model", f"{here}/a.gguf", f"--path={here}", "/modelsx", f"--lora-modules=sql={here}/sql"]
+    assert status.log.read_text().strip() == str(words)
     await mapped.close()
 
 

@@ -57,6 +57,40 @@ def test_the_description_is_that_of_openai_with_the_resource() -> None:
     }
 
 
+def test_adapters_are_described_as_by_the_model_server() -> None:
+    chat = resource("a", "chat")
+    chat["spec"]["adapters"] = [{"name": "org/sql", "path": "/adapters/sql"}]
+    found = served_models([chat])
+    assert list(found) == ["chat", "org/sql"]
+    assert found["org/sql"].description == {
+        **found["chat"].description,
+        "id": "org/sql",
+        "root": "/adapters/sql",
+        "parent": "chat",
+    }
+
+
+def test_the_oldest_resource_serves_a_name_whether_of_its_model_or_of_an_adapter() -> None:
+    adapter = {"adapters": [{"name": "sql", "path": "/adapters/sql"}]}
+    old, middle, new = resource("old", "chat"), resource("middle", "sql", LATER), resource("new", created=LATER)
+    new["spec"] |= adapter
+    for order in itertools.permutations([old, middle, new]):
+        found = served_models(order)
+        assert (found["sql"].key.name, found["sql"].adapter, found["sql"].duplicates) == ("middle", None, ("new",))
+        assert found["new"].duplicates == ()
+    old["spec"] |= adapter
+    found = served_models([new, middle, old])
+    assert (found["sql"].key.name, found["sql"].duplicates) == ("old", ("middle", "new"))
+    assert found["sql"].description["parent"] == "chat"
+
+
+def test_an_adapter_with_the_name_of_its_model_does_not_hide_the_model() -> None:
+    chat = resource("a", "chat")
+    chat["spec"]["adapters"] = [{"name": "chat", "path": "/adapters/sql"}]
+    (model,) = served_models([chat]).values()
+    assert (model.adapter, model.duplicates) == (None, ())
+
+
 @pytest.mark.parametrize(
     ("known", "words"),
     [

@@ -1,4 +1,4 @@
-"""The models of namespaces, as lists of resources that are read from the API server."""
+"""The models of namespaces and their adapters, as lists of resources that are read from the API server."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ class Catalog:
         """Log each duplicate once."""
         found = {
             f"{model.key}: serves {name!r}, and {', '.join(model.duplicates)} with the same name get no requests of the"
-            " endpoint, because the oldest resource serves it; set another spec.model.servedName"
+            " endpoint for it, because the oldest resource serves it; set another spec.model.servedName, or name in"
+            " spec.adapters"
             for name, model in models.items()
             if model.duplicates
         }

@@ -1,4 +1,4 @@
-"""Which resource serves a model of an endpoint for many models. Pure."""
+"""Which resource serves a model, or an adapter of one, of an endpoint for many models. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,18 @@ SHOWN_NAMES = 50
 
 
 @dataclass(frozen=True)
+class ServedAdapter:
+    """What an adapter of a resource has beside its name."""
+
+    parent: str
+    """Served name of the model."""
+    root: str
+    """Path of its folder in the container."""
+
+
+@dataclass(frozen=True)
 class ServedModel:
-    """A model of an endpoint."""
+    """A model of an endpoint, or a LoRA adapter of ``spec.adapters`` that requests name as their model."""
 
     name: str
     """The value of ``model`` in requests."""
@@ -26,12 +36,14 @@ class ServedModel:
     created: int
     """When the resource was created, in seconds since the epoch."""
     availability: Availability
+    adapter: ServedAdapter | None = None
+    """None for the model of the resource itself."""
     duplicates: tuple[str, ...] = ()
-    """Names of younger resources with the same served name, which get no requests of the endpoint."""
+    """Names of younger resources that offer the same name, for which they get no requests of the endpoint."""
 
     @property
     def description(self) -> dict[str, Any]:
-        """The model in the format of OpenAI's API, with fields that it does not have."""
+        """The model in the format of OpenAI's API, with fields that it does not have: those of vLLM for adapters."""
         described = {
             "id": self.name,
             "object": "model",
@@ -40,19 +52,22 @@ class ServedModel:
             "resource": str(self.key),
             "availability": self.availability.value,
         }
+        if self.adapter is not None:
+            described |= {"root": self.adapter.root, "parent": self.adapter.parent}
         return {**described, "duplicates": list(self.duplicates)} if self.duplicates else described
 
 
 def served_models(resources: Iterable[Object]) -> dict[str, ServedModel]:
-    """The models of the resources by their names in requests, in alphabetical order.
+    """The models of the resources and their adapters by their names in requests, in alphabetical order.
 
-    The oldest of several resources with the same served name serves it, so that a new resource never takes the requests
-    of another one; of equally old ones the first by name.
+    The oldest of several resources that offer the same name serves it, as a model or as an adapter, so that a new
+    resource never takes the requests of another one; of equally old ones the first by name.
     """
     found: dict[str, list[Object]] = {}
     for resource in resources:
         if not resource["metadata"].get("deletionTimestamp"):
-            found.setdefault(served_name(resource), []).append(resource)
+            for name in (served_name(resource), *_adapters(resource)):
+                found.setdefault(name, []).append(resource)
     return {name: _served(name, found[name]) for name in sorted(found)}
 
 
@@ -60,6 +75,13 @@ def served_name(resource: Object) -> str:
     """The model's name in the OpenAI API."""
     model = (resource.get("spec") or {}).get("model") or {}
     return str(model.get("servedName") or resource["metadata"]["name"])
+
+
+def _adapters(resource: Object) -> dict[str, ServedAdapter]:
+    """By name. One with the name of its model is left out: the runtime refuses to start with it."""
+    parent = served_name(resource)
+    given = (resource.get("spec") or {}).get("adapters") or ()
+    return {each["name"]: ServedAdapter(parent, each["path"]) for each in given if each["name"] != parent}
 
 
 def model_not_found(name: str, known: Iterable[str]) -> Refusal:
@@ -82,6 +104,7 @@ def _served(name: str, resources: list[Object]) -> ServedModel:
         ModelKey(metadata["namespace"], metadata["name"]),
         int(_created(oldest)),
         availability(oldest),
+        _adapters(oldest).get(name),
         tuple(each["metadata"]["name"] for each in others),
     )
 

@@ -89,10 +89,10 @@ class PathMap:
         return PathMap(((container_path.rstrip("/") or "/", here), *self.pairs))
 
     def apply(self, text: str) -> str:
-        """``text`` with a mapped path replaced, at its start or after the ``=`` of a flag."""
-        flag, separator, value = text.partition("=")
-        if separator and flag.startswith("-"):
-            return f"{flag}={self.apply(value)}"
+        """``text`` with a mapped path replaced: at its start, or after the ``=`` of a flag or of a name."""
+        name, separator, value = text.partition("=")
+        if separator and (name.startswith("-") or (value.startswith("/") and not name.startswith("/"))):
+            return f"{name}={self.apply(value)}"
         for container_path, here in sorted(self.pairs, key=lambda pair: len(pair[0]), reverse=True):
             if text == container_path:
                 return str(here)

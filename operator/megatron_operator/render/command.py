@@ -68,6 +68,8 @@ def arguments(resource: MegatronInference, *, max_restarts: int) -> list[str]:
     words.append("--chunked-prefill" if engine.chunked_prefill else "--no-chunked-prefill")
     if engine.offload_weights:
         words.append("--offload-weights")
+    if spec.expose.inference_pool is not None and spec.frontend.api_keys_secret is not None:
+        words.append("--picker-metrics-without-key")  # Endpoint pickers have no API keys.
     return [*words, *_adapter_flags(resource), *_frontend_flags(spec.frontend), *engine.extra_args]
 
 

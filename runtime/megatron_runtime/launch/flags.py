@@ -64,6 +64,14 @@ class HttpFlags:
             " out what the others asked.",
         ),
     ] = HttpOptions.shared_prefix_cache
+    picker_metrics_without_key: Annotated[
+        bool,
+        typer.Option(
+            "--picker-metrics-without-key",
+            help="Serve the load for endpoint pickers at /metrics to requests without an API key: queue, batch and use"
+            " of the KV cache, without names of adapters. All other metrics need a key.",
+        ),
+    ] = HttpOptions.picker_metrics_without_key
     megatron_http: Annotated[
         bool,
         typer.Option("--megatron-http", help="Accept requests as Megatron's server does, for any model name."),
@@ -102,6 +110,7 @@ class HttpFlags:
             media_placeholder=self.media_placeholder,
             page=self.page,
             shared_prefix_cache=self.shared_prefix_cache,
+            picker_metrics_without_key=self.picker_metrics_without_key,
             megatron_http=self.megatron_http,
             generation_config=self.generation_config,
             pooling=self.pooling,

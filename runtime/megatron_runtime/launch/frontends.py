@@ -76,6 +76,7 @@ class PodFrontends:
             hands_over=not self._options.identity.is_standalone,
             http=self._options.http,
             lora_modules=dict(self._options.engine.lora_modules),
+            max_loras=self._options.engine.max_loras,
             sampling_defaults=sampling_defaults(self._options.http, tokenizer_path),
         )
         self._group = FrontendGroup(

@@ -66,7 +66,7 @@ def _routers(frontend: FrontendContext) -> Iterator[APIRouter]:
             yield profile_routes(frontend, dependencies=guarded, **shown)
     yield token_routes(frontend, dependencies=guarded)
     yield status_routes(frontend, dependencies=guarded)
-    yield load_routes(frontend, dependencies=guarded)
+    yield load_routes(frontend)
     yield control_routes(frontend)
     yield adapter_routes(frontend)
     yield _probes(frontend)

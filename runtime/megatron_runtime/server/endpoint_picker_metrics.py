@@ -20,12 +20,15 @@ KV_USAGE = "KV cache usage, 1 means 100 percent"
 class EndpointPickerMetrics(Collector):
     """One series per metric, with the served name as the label ``model_name``."""
 
-    def __init__(self, service: ServiceState, served_name: str) -> None:
+    def __init__(self, service: ServiceState, served_name: str, max_loras: int, *, names_adapters: bool = True) -> None:
+        """``names_adapters``: whether the names of adapters, which may be those of tenants, are among the labels."""
         self._service = service
         self._served_name = served_name
+        self._max_loras = max_loras
+        self._adapters = [each.name for each in service.adapters] if names_adapters else []
 
     def collect(self) -> Iterator[Metric]:
-        """Queue, running requests and KV cache usage, and that no adapters are loaded."""
+        """Queue, running requests, KV cache usage, and the adapters, all of which every replica group has."""
         engines = self._service.engines
         groups = max(len(engines), 1)
         waiting = sum(each.waiting for each in engines) + self._service.unassigned_requests
@@ -37,7 +40,11 @@ class EndpointPickerMetrics(Collector):
         yield self._gauge("vllm:kv_cache_usage_perc", KV_USAGE, usage)
         # The name until vLLM 0.10, which pickers of that time read.
         yield self._gauge("vllm:gpu_cache_usage_perc", KV_USAGE, usage)
-        adapters = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+        adapters = {
+            "max_lora": str(self._max_loras),
+            "running_lora_adapters": ",".join(self._adapters),
+            "waiting_lora_adapters": "",
+        }
         family = GaugeMetricFamily(
             "vllm:lora_requests_info", "Loaded adapters, as of this time", labels=tuple(adapters)
         )

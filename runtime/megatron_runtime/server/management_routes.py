@@ -32,17 +32,16 @@ SIGNAL_SECONDS = 120.0
 Level = Annotated[int, Query(ge=1, le=2)]
 
 
-def load_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
-    """``/metrics`` and ``/load``; ``common`` are arguments for APIRouter."""
-    router = APIRouter(tags=["management"], **common)
+def load_routes(frontend: FrontendContext) -> APIRouter:
+    """``/metrics`` and ``/load``, which need an API key; the metrics for endpoint pickers may need none."""
+    router = APIRouter(tags=["management"])
 
     @router.get("/metrics", response_class=Response)
-    async def metrics() -> Response:
-        return Response(
-            _metrics(await _service(frontend), frontend.options.served_name), media_type=CONTENT_TYPE_LATEST
-        )
+    async def metrics(request: Request) -> Response:
+        shows_all = await _may_see_all(frontend, request)
+        return Response(_metrics(frontend, await _service(frontend), shows_all), media_type=CONTENT_TYPE_LATEST)
 
-    @router.get("/load")
+    @router.get("/load", dependencies=[Depends(frontend.check_key)])
     async def load() -> dict[str, int]:
         return {"server_load": frontend.admission.load}
 
@@ -98,13 +97,31 @@ async def _done(request: Request, act: Callable[[], Awaitable[None]]) -> Respons
     return Response()
 
 
-def _metrics(service: ServiceState, served_name: str) -> bytes:
-    """The metrics of all frontends of this pod, and the load of the engines."""
+async def _may_see_all(frontend: FrontendContext, request: Request) -> bool:
+    """Whether a client sees all metrics, or only those for endpoint pickers, which send no key.
+
+    Raises:
+        ApiError: 401 for a wrong key, and for none where endpoint pickers need one too.
+    """
+    is_open = frontend.api_keys is not None and frontend.options.http.picker_metrics_without_key
+    if is_open and not any(header in request.headers for header in ("authorization", "x-api-key")):
+        return False
+    await frontend.check_key(request)
+    return True
+
+
+def _metrics(frontend: FrontendContext, service: ServiceState, shows_all: bool) -> bytes:
+    """The metrics for endpoint pickers; with ``shows_all`` also those of all frontends of this pod and of the engines.
+
+    Without, there are no names of adapters either.
+    """
     registry = CollectorRegistry()
-    if folder := os.environ.get(FOLDER_VARIABLE):
-        MultiProcessCollector(registry, folder)  # type: ignore[no-untyped-call]
-    registry.register(_Engines(service.engines))
-    registry.register(EndpointPickerMetrics(service, served_name))
+    if shows_all:
+        if folder := os.environ.get(FOLDER_VARIABLE):
+            MultiProcessCollector(registry, folder)  # type: ignore[no-untyped-call]
+        registry.register(_Engines(service.engines))
+    options = frontend.options
+    registry.register(EndpointPickerMetrics(service, options.served_name, options.max_loras, names_adapters=shows_all))
     return generate_latest(registry)
 
 

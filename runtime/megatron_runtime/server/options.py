@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_runtime.config import InferenceConfig
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.sampling_params import POOLINGS
 from megatron_runtime.server.certificate import Certificate
@@ -38,6 +39,8 @@ class HttpOptions:
     """Whether to serve a web page at ``/``, to chat with the model and to monitor the service."""
     shared_prefix_cache: bool = False
     """Whether requests with different API keys use each other's cached prefixes."""
+    picker_metrics_without_key: bool = False
+    """Whether ``/metrics`` has the load for endpoint pickers in answers to requests without an API key."""
     megatron_http: bool = False
     """Whether to accept requests as Megatron's server does; see ``megatron_requests.py``."""
     generation_config: str = "auto"
@@ -111,6 +114,8 @@ class FrontendOptions:
     http: HttpOptions = field(default_factory=HttpOptions)
     lora_modules: Mapping[str, str] = field(default_factory=dict)
     """Names and paths of the adapters that the engines start with."""
+    max_loras: int = InferenceConfig.max_loras
+    """Most adapters that the engines have at once."""
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Of fields that a request does not have, as from ``generation_config.sampling_defaults``."""
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_runtime.server.endpoint_picker_metrics import EndpointPickerMetrics
-from megatron_runtime.wire.service_state import EngineView, ServiceState
+from megatron_runtime.wire.service_state import AdapterView, EngineView, ServiceState
 
 NAMES = {
     "vllm:num_requests_waiting",
@@ -24,11 +24,16 @@ def engine(group: int, running: int, waiting: int, used: int, total: int) -> Eng
     return EngineView(group, 0, "RUNNING", running, waiting, total, used, 0, 0, 0.0, 0, False, True)
 
 
-def exposed(*engines: EngineView, unassigned: int = 0) -> dict[str, tuple[dict[str, str], float]]:
+ADAPTERS = (AdapterView("org/sql", "/sql"), AdapterView("poems", "/poems"))
+
+
+def exposed(
+    *engines: EngineView, unassigned: int = 0, adapters: tuple[AdapterView, ...] = (), names_adapters: bool = True
+) -> dict[str, tuple[dict[str, str], float]]:
     """Labels and value by name; a picker reads one series of each metric."""
-    service = ServiceState("RUNNING", 1, "e", engines, unassigned, 0, 0, 0)
+    service = ServiceState("RUNNING", 1, "e", engines, unassigned, 0, 0, 0, adapters)
     registry = CollectorRegistry()
-    registry.register(EndpointPickerMetrics(service, "chat"))
+    registry.register(EndpointPickerMetrics(service, "chat", 3, names_adapters=names_adapters))
     families = list(text_string_to_metric_families(generate_latest(registry).decode()))
     assert {family.type for family in families} == {"gauge"}
     (samples,) = zip(*(family.samples for family in families), strict=True)
@@ -44,10 +49,12 @@ def test_the_load_is_the_mean_of_the_replica_groups() -> None:
     assert found["vllm:kv_cache_usage_perc"] == found["vllm:gpu_cache_usage_perc"] == (of_chat, 0.2)
 
 
-def test_no_adapters_are_loaded_as_of_now() -> None:
+@pytest.mark.parametrize(("names_adapters", "names"), [(True, "org/sql,poems"), (False, "")])
+def test_the_adapters_are_those_of_now(names_adapters: bool, names: str) -> None:
     before = time.time()
-    labels, value = exposed(engine(0, 0, 0, 0, 100))["vllm:lora_requests_info"]
-    assert labels == {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    found = exposed(engine(0, 0, 0, 0, 100), adapters=ADAPTERS, names_adapters=names_adapters)
+    labels, value = found["vllm:lora_requests_info"]
+    assert labels == {"max_lora": "3", "running_lora_adapters": names, "waiting_lora_adapters": ""}
     assert before <= value <= time.time()
 
 

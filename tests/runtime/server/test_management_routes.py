@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from runtime_support.adapters import write_adapter
+from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.model
 
 PROMPT = "The capital of France is the city of Paris, and that of Italy is Rome. " * 4
 ASKED = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0}
+FLAGS = ("--dtype", "float32", "--kv-cache-memory", "32Mi", "--threads-per-rank", "1", "--frontend-replicas", "1")
+KEY = {"authorization": "Bearer first-key"}
+PICKER_METRICS = {
+    "vllm:num_requests_waiting",
+    "vllm:num_requests_running",
+    "vllm:kv_cache_usage_perc",
+    "vllm:gpu_cache_usage_perc",
+    "vllm:lora_requests_info",
+}
 PROTECTED = [
     ("GET", "/server_info"),
     ("POST", "/sleep"),
@@ -35,6 +49,48 @@ def test_ping_load_and_metrics_need_no_token(shared_pod: Any) -> None:
     assert 'megatron_requests_total{endpoint="/v1/completions",status="200"}' in text
     assert 'megatron_requests_running{replica_group="0"}' in text
     assert 'vllm:num_requests_waiting{model_name="chat"} 0.0' in text
+
+
+def test_endpoint_pickers_need_no_key_for_the_load_alone(
+    start_pod: Callable[..., Any], tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    adapter = write_adapter(tmp_path / "tenant", AutoModelForCausalLM.from_pretrained(tiny_checkpoint))
+    (tmp_path / "keys").write_text("first-key")
+    flags = ("--model", str(tiny_checkpoint), *FLAGS, "--picker-metrics-without-key")
+    flags = (*flags, f"--lora-modules=of-a-tenant={adapter}")
+    pod = start_pod(*flags, MEGATRON_API_KEYS_FILE=str(tmp_path / "keys")).wait_ready()
+    assert pod.http.post("/v1/completions", json=ASKED).status_code == 401
+    answered = pod.http.post("/v1/completions", json={"model": "of-a-tenant", **ASKED}, headers=KEY)
+    assert answered.status_code == 200
+
+    without = pod.http.get("/metrics")
+    assert without.status_code == 200
+    shown = {family.name: family.samples for family in text_string_to_metric_families(without.text)}
+    assert shown.keys() == PICKER_METRICS
+    assert [len(samples) for samples in shown.values()] == [1] * len(shown)
+    (info,) = shown.pop("vllm:lora_requests_info")
+    assert info.labels == {"max_lora": "8", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    assert {tuple(sample.labels.items()) for (sample,) in shown.values()} == {(("model_name", "chat"),)}
+
+    everything = pod.http.get("/metrics", headers=KEY).text
+    assert 'running_lora_adapters="of-a-tenant"' in everything
+    assert 'megatron_requests_total{endpoint="/v1/completions",status="200"}' in everything
+    for wrong in ({"authorization": "Bearer wrong"}, {"x-api-key": "wrong"}, {"authorization": ""}):
+        assert pod.http.get("/metrics", headers=wrong).status_code == 401
+    assert pod.http.get("/load").status_code == pod.http.get("/v1/models").status_code == 401
+    assert pod.http.get("/load", headers=KEY).json() == {"server_load": 0}
+
+
+def test_metrics_need_a_key_unless_endpoint_pickers_are_excepted(
+    start_pod: Callable[..., Any], tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "keys").write_text("first-key")
+    environment = {"MEGATRON_API_KEYS_FILE": str(tmp_path / "keys")}
+    pod = start_pod("--model", str(tiny_checkpoint), *FLAGS, **environment).wait_ready()
+    assert pod.http.get("/metrics").status_code == pod.http.get("/load").status_code == 401
+    text = pod.http.get("/metrics", headers=KEY).text
+    assert "megatron_requests_running" in text
+    assert "vllm:num_requests_waiting" in text
 
 
 @pytest.mark.parametrize(("method", "path"), PROTECTED)
