@@ -253,6 +253,10 @@ class ModelConfig:
         """The experts of ``layer``; None for an ordinary feed-forward network."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
+    def recurrence_of(self, layer: int) -> GatedDeltaConfig | None:
+        """The recurrence of ``layer``; None for attention."""
+        return None if self.recurrent is None or layer not in self.recurrent.layers else self.recurrent
+
     def check(self, source: str) -> None:
         """Raise CheckpointError naming ``source`` when the numbers are inconsistent."""
         latent_sizes = {} if self.latent_attention is None else self.latent_attention.sizes
@@ -316,11 +320,9 @@ class ModelConfig:
             turns = (scaling.low_frequency_factor, scaling.high_frequency_factor)
             if min(*turns, scaling.factor, scaling.original_max_position_embeddings) <= 0:
                 raise CheckpointError(f"{source}: the numbers of yarn are {scaling}, expected them to be above 0")
-        for factors in (self.rope_scaling.short_factors, self.rope_scaling.long_factors):
-            if self.rope_scaling.kind == "longrope" and len(factors) != turned // 2:
-                raise CheckpointError(
-                    f"{source}: longrope has {len(factors)} factors for {turned // 2} rotary frequencies"
-                )
+        for factors in (scaling.short_factors, scaling.long_factors):
+            if scaling.kind == "longrope" and (pairs := turned // 2) != len(factors):
+                raise CheckpointError(f"{source}: longrope has {len(factors)} factors for {pairs} rotary frequencies")
 
 
 def alternating_windows(window: int, pattern: int, layers: int) -> tuple[int | None, ...]:

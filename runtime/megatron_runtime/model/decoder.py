@@ -92,14 +92,13 @@ class Decoder(nn.Module):
         experts of this stage's layers; ``pool`` gets hidden states after the last norm, on the last stage.
         """
         plan = plan_attention(batch, kv_cache)
-        recurrent = self.config.recurrent
-        recurrence = None if recurrent is None else RecurrentPlan(batch)
+        recurrence = None if self.config.recurrent is None else RecurrentPlan(batch)
         positions = self.positions(batch.positions)
         if self.adapters is not None:
             self.adapters.begin(batch.adapters)
         hidden = self._begin(batch)
         for index, (number, layer) in enumerate(zip(self.shard.layers, self.layers, strict=True)):
-            used = recurrence if recurrent is not None and number in recurrent.layers else plan
+            used = plan if self.config.recurrence_of(number) is None else recurrence
             hidden = layer(hidden, positions[number], used, kv_cache.layer(index), tape)
         if self.head is None:
             if not self.ranks.position.is_last_stage:

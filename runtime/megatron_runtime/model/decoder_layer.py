@@ -79,8 +79,8 @@ def make_attention(
     """The module for the kind of attention of the model, or for the recurrence of this layer. Its weights are
     uninitialized.
     """
-    if shard.config.recurrent is not None and layer in shard.config.recurrent.layers:
-        return GatedDeltaNet(shard, dtype)
+    if (sizes := shard.config.recurrence_of(layer)) is not None:
+        return GatedDeltaNet(shard.config, sizes, dtype)
     if isinstance(shard.attention, MultiHeadLatentAttention):
         return MLASelfAttention(shard, layer, dtype)
     return SelfAttention(shard, layer, dtype, ranks)

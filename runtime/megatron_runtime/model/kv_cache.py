@@ -40,14 +40,11 @@ class KVCache:
         self.dtype = dtype
         self.device = torch.device(device)
         self._shapes = attention_kind(config).cache_layout.shapes(num_blocks, block_size_tokens)
-        self._places = list(range(config.num_layers))
+        self._is_recurrent = [config.recurrence_of(layer) is not None for layer in range(config.num_layers)]
+        self._places = [self._is_recurrent[:layer].count(kind) for layer, kind in enumerate(self._is_recurrent)]
         """Of each layer, its place among those with attention, or among the recurrent ones."""
-        self._recurrent_layers: frozenset[int] = frozenset()
         self._states: RecurrentStates | None = None
         if config.recurrent is not None:
-            self._recurrent_layers = config.recurrent.layers
-            is_recurrent = [layer in self._recurrent_layers for layer in range(config.num_layers)]
-            self._places = [is_recurrent[:layer].count(kind) for layer, kind in enumerate(is_recurrent)]
             self._states = RecurrentStates(config.recurrent, num_states, self.device)
         self._storage: list[Tensor] | None = None
         self._offloaded: tuple[Tensor, list[Tensor]] | None = None
@@ -77,7 +74,7 @@ class KVCache:
 
     def layer(self, index: int) -> LayerCache:
         """Views of one layer's arrays."""
-        if self._states is not None and index in self._recurrent_layers:
+        if self._states is not None and self._is_recurrent[index]:
             return self._states.layer(self._places[index])
         return self._blocks_of(self._places[index])
 

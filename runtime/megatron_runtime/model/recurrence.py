@@ -16,9 +16,6 @@ from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kernels import delta_kernels
 from megatron_runtime.model.kernels.compiled import even_shares
 
-_EPS = 1e-6
-"""Added to the squares of queries and keys, whose norm is made one."""
-
 
 @dataclass(frozen=True)
 class DeltaInputs:
@@ -151,4 +148,4 @@ def gated_rms_norm(rows: Tensor, gates: Tensor, weight: Tensor, eps: float) -> T
 
 def _unit(vectors: Tensor) -> Tensor:
     """Vectors of length one."""
-    return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + _EPS)
+    return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + delta_kernels.EPS)

@@ -10,19 +10,14 @@ from typing import Any
 import numpy as np
 from numba import float32, int64, njit, prange, void
 
-from megatron_runtime.model.kernels.compiled import compile_kernel, exponential
+from megatron_runtime.model.kernels.compiled import compile_kernel, exponential, logistic
 from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
 
-_EPS = 1e-6
+EPS = 1e-6
 """Added to the squares of queries and keys, whose norm is made one."""
 _FLOATS = {1: float32[::1], 2: float32[:, ::1], 3: float32[:, :, ::1], 4: float32[:, :, :, ::1]}
 """Contiguous arrays by their number of dimensions."""
 _INTEGERS = int64[::1]
-
-
-@njit(inline="always")
-def _sigmoid(x: Any) -> Any:
-    return np.float32(1) / (np.float32(1) + exponential(-x))
 
 
 @njit(inline="always")
@@ -42,7 +37,7 @@ def _inverse_norm(vector: Any, factor: Any) -> Any:
     squares = np.float32(0)
     for place in range(len(vector)):
         squares += vector[place] * vector[place]
-    return np.float32(1 / np.sqrt((np.float64(squares) + _EPS) * factor))
+    return np.float32(1 / np.sqrt((np.float64(squares) + EPS) * factor))
 
 
 def prepare() -> None:
@@ -77,7 +72,7 @@ def convolution_kernel() -> Kernel:
                         for tap in range(before + 1):
                             value = _input(own, state, row - first + tap - before, channel)
                             total += weight[tap, bounds[share] + channel] * value
-                        outputs[row, bounds[share] + channel] = total * _sigmoid(total)
+                        outputs[row, bounds[share] + channel] = total * logistic(total)
                 for place in range(before):
                     for channel in range(own.shape[1]):
                         state[place, channel] = _input(own, state, end - first + place - before, channel)
@@ -123,7 +118,7 @@ def delta_kernel() -> Kernel:
                                 state[place, channel] *= decay
                                 update[channel] += state[place, channel] * key[place]
                         for channel in range(value_dim):
-                            update[channel] = (values[row, head, channel] - update[channel]) * _sigmoid(
+                            update[channel] = (values[row, head, channel] - update[channel]) * logistic(
                                 strengths[row, head]
                             )
                             outputs[row, head, channel] = np.float32(0)
@@ -156,7 +151,7 @@ def gated_norm_kernel() -> Kernel:
                 inverse = np.float32(1 / np.sqrt(np.float64(total) / size + eps))
                 for channel in range(size):
                     gate = gates[row, channel]
-                    rows[row, channel] = weight[channel] * (rows[row, channel] * inverse) * (gate * _sigmoid(gate))
+                    rows[row, channel] = weight[channel] * (rows[row, channel] * inverse) * (gate * logistic(gate))
 
     rows = _FLOATS[2]
     return compile_kernel(normalize, void(rows, float32[:, :], _FLOATS[1], float32, _INTEGERS), fast=False)
