@@ -40,14 +40,9 @@ class KVCache:
         self.dtype = dtype
         self.device = torch.device(device)
         self._shapes = attention_kind(config).cache_layout.shapes(num_blocks, block_size_tokens)
-        self._places = list(range(config.num_layers))
-        """Of each layer, its place among those with attention, or among the recurrent ones."""
-        self._recurrent_layers: frozenset[int] = frozenset()
+        self._kinds = [config.kind(layer) for layer in range(config.num_layers)]
         self._states: RecurrentStates | None = None
         if config.recurrent is not None:
-            self._recurrent_layers = config.recurrent.layers
-            is_recurrent = [layer in self._recurrent_layers for layer in range(config.num_layers)]
-            self._places = [is_recurrent[:layer].count(kind) for layer, kind in enumerate(is_recurrent)]
             self._states = RecurrentStates(config.recurrent, num_states, self.device)
         self._storage: list[Tensor] | None = None
         self._offloaded: tuple[Tensor, list[Tensor]] | None = None
@@ -76,10 +71,15 @@ class KVCache:
         return self._blocks_of(0)
 
     def layer(self, index: int) -> LayerCache:
-        """Views of one layer's arrays."""
-        if self._states is not None and index in self._recurrent_layers:
-            return self._states.layer(self._places[index])
-        return self._blocks_of(self._places[index])
+        """Views of one layer's arrays; none of a layer with a feed-forward network alone."""
+        kind = self._kinds[index]
+        if kind == "feed_forward":
+            return ()
+        place = self._kinds[:index].count(kind)
+        if kind == "attention":
+            return self._blocks_of(place)
+        assert self._states is not None
+        return self._states.layer(place)
 
     def _blocks_of(self, place: int) -> LayerCache:
         assert self._storage is not None, "the cache was released or offloaded"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from megatron_runtime.model.kernels.row_kernels import gated_silu, rms_norm
+from megatron_runtime.model.kernels.row_kernels import gated_silu, rms_norm, sigmoid
 
 SIZE, EPS = 52, 1e-5
 WEIGHT = torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
@@ -31,7 +31,9 @@ def plainly_gated(rows: Tensor) -> Tensor:
 
 
 KERNELS = pytest.mark.parametrize(
-    ("kernel", "plain"), [(normalized, plainly_normalized), (gated_silu, plainly_gated)], ids=["norm", "gate"]
+    ("kernel", "plain"),
+    [(normalized, plainly_normalized), (gated_silu, plainly_gated), (sigmoid, lambda rows: rows.double().sigmoid())],
+    ids=["norm", "gate", "sigmoid"],
 )
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 Rows = Callable[[Tensor], Tensor]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_runtime.model.config import ExpertsConfig, RoutingConfig, RoutingScores
+from megatron_runtime.model.kernels.row_kernels import sigmoid
 from megatron_runtime.model.layers import Linear
 
 _SMALLEST_SUM = 1e-20
@@ -84,7 +85,7 @@ class SigmoidRouter(ExpertRouter):
 
     def score(self, logits: Tensor) -> Tensor:
         """Between zero and one, independent of the other experts."""
-        return torch.sigmoid(logits)
+        return sigmoid(logits)
 
     def rank(self, logits: Tensor, scores: Tensor) -> Tensor:
         """By logits while their order is the same: the sigmoids of large logits round to the same number."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_runtime.model.config import ExpertsConfig
+from megatron_runtime.model.kernels.row_kernels import sigmoid
 from megatron_runtime.model.layers import FeedForward, Linear
 from megatron_runtime.model.shard import Shard
 
@@ -27,4 +28,4 @@ class SharedExpert(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]."""
         result: Tensor = self.network(hidden)
-        return result if self.gate is None else torch.sigmoid(self.gate(hidden)) * result
+        return result if self.gate is None else sigmoid(self.gate(hidden)) * result

@@ -84,8 +84,16 @@ def gated_sigmoid(values: Tensor, gates: Tensor) -> Tensor:
     return outputs
 
 
+def sigmoid(values: Tensor) -> Tensor:
+    """Of each element. The bits do not depend on its place, as they do in PyTorch, whose vectors have other functions
+    than the elements after the last vector.
+    """
+    return gated_sigmoid(torch.ones_like(values), values)
+
+
 def prepare(dtype: torch.dtype) -> None:
     """Compile the kernels for a dtype now, so that the first request does not wait for it."""
+    _gated_sigmoid_kernel(False)  # scores of routers are float32 for every dtype
     if dtype in KINDS:
         _gated_sigmoid_kernel(dtype is torch.bfloat16)
         for parallel in (False, True):
