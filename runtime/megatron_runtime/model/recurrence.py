@@ -173,14 +173,16 @@ class RecurrentPlan:
     def selective_scan_in_torch(self, inputs: ScanInputs, states: Tensor) -> Tensor:
         """`selective_scan` on any device."""
         together = inputs.values.shape[1] // inputs.keys.shape[1]
-        queries, keys = (each.repeat_interleave(together, 1) for each in (inputs.queries, inputs.keys))
         steps = functional.softplus(inputs.steps + inputs.biases).clamp(*inputs.limits)
         decays = torch.exp(-inputs.rates * steps)
 
         def advance(matrices: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-            update = steps[rows][..., None] * inputs.values[rows]
-            matrices = matrices * decays[rows][..., None, None] + keys[rows][..., None] * update[..., None, :]
-            return matrices, (matrices * queries[rows][..., None]).sum(-2) + inputs.skips[:, None] * inputs.values[rows]
+            # Repeated here, because those of all tokens take more memory than all other inputs.
+            queries, keys = (each[rows].repeat_interleave(together, 1) for each in (inputs.queries, inputs.keys))
+            values = inputs.values[rows]
+            update = steps[rows][..., None] * values
+            matrices = matrices * decays[rows][..., None, None] + keys[..., None] * update[..., None, :]
+            return matrices, (matrices * queries[..., None]).sum(-2) + inputs.skips[:, None] * values
 
         return self._for_each_token(states, torch.empty_like(inputs.values), advance)
 
