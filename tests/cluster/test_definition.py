@@ -42,6 +42,7 @@ BROKEN: dict[str, dict[str, Any]] = {
     "spec.replicas": {"replicas": 513, "parallelism": {"tensor": 2}},
     "spec.rollout.maxUnavailable": {"rollout": {"maxUnavailable": 0, "maxSurge": 0}},
     "spec.autoSuspend.stopAfter": {"autoSuspend": {"idleAfter": "0m", "stopAfter": "1h"}},
+    "spec.engine.speculation.draftModel": {"engine": {"speculation": {"method": "DraftModel"}}},
     "spec.routing.policy": {"engine": {"prefixCaching": False}, "routing": {"policy": "LongestPrefix"}},
     "spec.frontend.parsers": {"frontend": {"parsers": ["qwen3", "deepseek_r1"]}},
     "spec.pods.resources": {"pods": {"device": "cpu", "resources": {"limits": {"nvidia.com/gpu": 1}}}},
