@@ -21,5 +21,5 @@ def activation_elements(shard: Shard) -> int:
         widths.append(config.experts.per_token * inner)
     if (recurrent := config.recurrent) is not None:
         # The projection, its float32 copy and its parts, which take twice the memory in 16 bits.
-        widths.append(6 * (recurrent.channels + recurrent.values))
+        widths.append(7 * (recurrent.channels + recurrent.values))
     return _RESIDUAL_COPIES * config.hidden_size + max(attention, *widths)

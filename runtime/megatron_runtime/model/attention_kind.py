@@ -51,14 +51,12 @@ class GroupedQueryAttention(AttentionKind):
 
     @property
     def cache_layout(self) -> CacheLayout:
-        """One key and one value per key and value head; recurrent layers have states instead."""
+        """One key and one value per key and value head, in the layers with attention; recurrent ones have states."""
         config, recurrent = self.config, self.config.recurrent
-        if recurrent is None:
-            return CacheLayout(config.num_layers, config.num_kv_heads, config.head_dim, config.head_dim)
         return CacheLayout(
-            config.num_layers - len(recurrent.layers),
+            config.attention_layers,
             *(config.num_kv_heads, config.head_dim, config.head_dim),
-            state_bytes=recurrent.state_bytes,
+            state_bytes=0 if recurrent is None else recurrent.state_bytes,
         )
 
 

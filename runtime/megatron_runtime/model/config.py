@@ -7,17 +7,22 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_runtime.errors import CheckpointError
-from megatron_runtime.model.recurrent_config import GatedDeltaConfig
+from megatron_runtime.model.recurrent_config import RecurrentConfig
+from megatron_runtime.model.rope_scaling import RopeScaling
 
-NormKind = Literal["rms", "rms_plus_one", "layer", "layer_without_bias"]
-"""``rms``; ``rms_plus_one``, whose stored weights are one less; ``layer``: mean and variance, with a bias or none."""
+NormKind = Literal["rms", "rms_plus_one", "rms_in_float32", "layer", "layer_without_bias"]
+"""``rms``; ``rms_plus_one``, whose stored weights are one less; ``rms_in_float32``, rounded after the multiplication
+with the weights; ``layer``: mean and variance, with a bias or none.
+"""
 NormPlacement = Literal["before", "after", "around"]
 """Where attention and feed-forward are normalized: their input, their output, or both."""
 QueryKeyNorm = Literal["none", "head", "each_head", "projection", "unweighted"]
 """Whether queries and keys are normalized before the rotation: per head, with weights for each head, or over all heads;
 ``unweighted``: per head without weights, in the layers with a rotation.
 """
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu_squared"]
+LayerKind = Literal["attention", "recurrence", "feed_forward"]
+"""What a layer begins with: ``feed_forward`` if it has neither attention nor a recurrence."""
 RoutingScores = Literal["softmax", "sigmoid"]
 """The score of an expert: a softmax over all experts, or the sigmoid of its own logit."""
 GroupScores = Literal["max", "top_2_sum"]
@@ -26,32 +31,6 @@ GroupScores = Literal["max", "top_2_sum"]
 _LARGEST_SIZE = 2**27
 """An upper limit for sizes. Larger values mean a damaged file, and would overflow the size of a tensor."""
 _MOST_LAYERS = 2**20
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """The scaling of the rotary frequencies for lengths beyond those of the first training."""
-
-    kind: str = "default"
-    """``default`` (none), ``linear`` (all divided by the factor), ``llama3`` and ``yarn`` (only low frequencies) or
-    ``longrope`` (a separate factor for each).
-    """
-    factor: float = 1.0
-    low_frequency_factor: float = 1.0
-    """llama3 and yarn: a frequency with at most this many rotations over the original length is low."""
-    high_frequency_factor: float = 1.0
-    """llama3 and yarn: a frequency with at least this many rotations over the original length is high, and is not
-    scaled.
-    """
-    original_max_position_embeddings: int = 0
-    whole_channels: bool = True
-    """yarn: whether the limits of low and high frequencies are rounded to whole channels."""
-    short_factors: tuple[float, ...] = ()
-    """longrope: the divisor of each frequency in a model that is served at up to its original length."""
-    long_factors: tuple[float, ...] = ()
-    """longrope: the same in a model that is served beyond its original length."""
-    magnitude: float = 1.0
-    """Factor of the rotated queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -212,8 +191,12 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     latent_attention: LatentAttentionConfig | None = None
     """None: grouped-query attention."""
-    recurrent: GatedDeltaConfig | None = None
-    """None: all layers have attention."""
+    recurrent: RecurrentConfig | None = None
+    """None: no layer has a recurrence in place of attention."""
+    feed_forward_layers: frozenset[int] | None = None
+    """The layers with a feed-forward network alone; the others have attention or a recurrence alone. None: each layer
+    has a feed-forward network after its attention or recurrence.
+    """
     attention_output_gate: bool = False
     """Whether the output of each head is multiplied by the sigmoid of a projection of its own."""
     rotary_dim: int | None = None
@@ -249,11 +232,22 @@ class ModelConfig:
         """Number of latest tokens, including itself, that a token attends to in ``layer``; None means all."""
         return self.layer_windows[layer] if self.layer_windows else None
 
+    def kind(self, layer: int) -> LayerKind:
+        """What ``layer`` begins with."""
+        if self.recurrence_of(layer) is not None:
+            return "recurrence"
+        return "feed_forward" if layer in (self.feed_forward_layers or ()) else "attention"
+
+    @property
+    def attention_layers(self) -> int:
+        """Number of layers with attention."""
+        return sum(self.kind(layer) == "attention" for layer in range(self.num_layers))
+
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """The experts of ``layer``; None for an ordinary feed-forward network."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
-    def recurrence_of(self, layer: int) -> GatedDeltaConfig | None:
+    def recurrence_of(self, layer: int) -> RecurrentConfig | None:
         """The recurrence of ``layer``; None for attention."""
         return None if self.recurrent is None or layer not in self.recurrent.layers else self.recurrent
 
@@ -308,21 +302,14 @@ class ModelConfig:
     def _check_layers(self, source: str) -> None:
         if self.recurrent is not None:
             self.recurrent.check(source, self.num_layers)
+        if not self.attention_layers:
+            raise CheckpointError(f"{source}: none of {self.num_layers} layers has attention, expected one or more")
         turned = self.head_dim if self.rotary_dim is None else self.rotary_dim
         if turned % 2 or not 2 <= turned <= self.head_dim:
             raise CheckpointError(
                 f"{source}: {turned} channels of a head are rotated, expected an even number up to {self.head_dim}"
             )
-        scaling = self.rope_scaling
-        if scaling.kind == "yarn":
-            if self.rope_theta <= 1.0:
-                raise CheckpointError(f"{source}: yarn with a rope theta of {self.rope_theta}, expected one above 1")
-            turns = (scaling.low_frequency_factor, scaling.high_frequency_factor)
-            if min(*turns, scaling.factor, scaling.original_max_position_embeddings) <= 0:
-                raise CheckpointError(f"{source}: the numbers of yarn are {scaling}, expected them to be above 0")
-        for factors in (scaling.short_factors, scaling.long_factors):
-            if scaling.kind == "longrope" and (pairs := turned // 2) != len(factors):
-                raise CheckpointError(f"{source}: longrope has {len(factors)} factors for {pairs} rotary frequencies")
+        self.rope_scaling.check(source, self.rope_theta, turned // 2)
 
 
 def alternating_windows(window: int, pattern: int, layers: int) -> tuple[int | None, ...]:

@@ -9,7 +9,7 @@ from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.attention import plan_attention
 from megatron_runtime.model.attention_kind import attention_kind
 from megatron_runtime.model.config import ModelConfig
-from megatron_runtime.model.decoder_layer import DecoderLayer
+from megatron_runtime.model.decoder_layer import DecoderLayer, SingleMixerLayer, make_layer
 from megatron_runtime.model.embedding import Embedding
 from megatron_runtime.model.formats.origin import Origin
 from megatron_runtime.model.formats.tensor_names import tensor_names
@@ -17,13 +17,13 @@ from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.head import Head
 from megatron_runtime.model.hidden_pool import HiddenPool
 from megatron_runtime.model.kernel_warm_up import use_kernels
-from megatron_runtime.model.kernels import cpu_attention, delta_kernels, row_kernels
+from megatron_runtime.model.kernels import cpu_attention, row_kernels
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.lora.adapter_slots import AdapterSlots
 from megatron_runtime.model.packed_linear import can_pack, pack_linears
 from megatron_runtime.model.placements import Placement, layer_placements, norm_placements, whole
 from megatron_runtime.model.positions import Positions
-from megatron_runtime.model.recurrence import RecurrentPlan
+from megatron_runtime.model.recurrence import RecurrentPlan, prepare_recurrence
 from megatron_runtime.model.routing_tape import RoutingTape
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.ranks import Ranks
@@ -56,7 +56,7 @@ class Decoder(nn.Module):
         with torch.device(device):
             if self.ranks.position.is_first_stage:
                 self.embedding = Embedding(self.shard, dtype, self.ranks)
-            self.layers = nn.ModuleList(DecoderLayer(self.shard, n, dtype, self.ranks) for n in self.shard.layers)
+            self.layers = nn.ModuleList(make_layer(self.shard, n, dtype, self.ranks) for n in self.shard.layers)
             if self.ranks.position.computes_logits:
                 tied = self.embedding if config.tie_word_embeddings else None
                 self.head = Head(self.shard, dtype, self.ranks, None if tied is None else tied.table)
@@ -133,7 +133,7 @@ class Decoder(nn.Module):
             cpu_attention.prepare(attention_kind(self.config).cache_layout, self.dtype)
             row_kernels.prepare(self.dtype)
             if self.config.recurrent is not None:
-                delta_kernels.prepare()
+                prepare_recurrence(self.config.recurrent)
         elif block_size_tokens is not None:
             cache = KVCache(self.shard.cache_config, 1, block_size_tokens, self.dtype, self.device)
             layers = list(zip(self.shard.layers, self.layers, strict=True))
@@ -206,7 +206,7 @@ class Decoder(nn.Module):
             if f"{table}.weight" not in named:
                 named[f"{table}.weight"] = Placement(self.head.weight, rows, matrix_of=self.head)
         for number, layer in zip(self.shard.layers, self.layers, strict=True):
-            assert isinstance(layer, DecoderLayer)
+            assert isinstance(layer, DecoderLayer | SingleMixerLayer)
             prefix = names.layer.format(number)
             named |= {prefix + name: place for name, place in layer_placements(layer, names, self.shard)}
         return named

@@ -1,4 +1,4 @@
-"""One layer of a decoder: attention or a recurrence, and feed-forward."""
+"""One layer of a decoder: attention or a recurrence, and feed-forward, or one of them alone."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from megatron_runtime.model.gated_delta_net import GatedDeltaNet
 from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.latent_attention import MLASelfAttention
 from megatron_runtime.model.layers import FeedForward
+from megatron_runtime.model.mamba import Mamba2
 from megatron_runtime.model.norms import Norm, add_and_normalize, make_norm
 from megatron_runtime.model.positions import LayerPositions
 from megatron_runtime.model.recurrence import RecurrentPlan
+from megatron_runtime.model.recurrent_config import GatedDeltaConfig, Mamba2Config
 from megatron_runtime.model.routing_tape import RoutingTape
 from megatron_runtime.model.self_attention import SelfAttention
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.ranks import Ranks
+
+Attention = SelfAttention | MLASelfAttention | GatedDeltaNet | Mamba2
+"""The modules of attention and of recurrences."""
 
 
 class DecoderLayer(nn.Module):
@@ -42,14 +47,9 @@ class DecoderLayer(nn.Module):
         self.attention_output_norm = norm("after", "around")
         self.is_parallel = config.parallel_feed_forward
         self.feed_forward_norm = nn.Identity() if self.is_parallel else norm("before", "around")
-        experts = config.experts_of(layer)
-        self.feed_forward: FeedForward | Experts = (
-            FeedForward(config, len(shard.channels), dtype, adds_bias=shard.position.tensor_rank == 0)
-            if experts is None
-            else Experts(shard, experts, dtype, ranks)
-        )
+        self.feed_forward = make_feed_forward(shard, layer, dtype, ranks)
         self.sum_parts = ranks.sum
-        self.sum_feed_forward = ranks.sum if experts is None else ranks.sum_experts
+        self.sum_feed_forward = ranks.sum_experts if isinstance(self.feed_forward, Experts) else ranks.sum
         self.feed_forward_output_norm = norm("after", "around")
 
     def forward(
@@ -73,13 +73,60 @@ class DecoderLayer(nn.Module):
         return hidden.add(self.feed_forward_output_norm(fed), alpha=self.residual_multiplier)
 
 
-def make_attention(
-    shard: Shard, layer: int, dtype: torch.dtype, ranks: Ranks
-) -> SelfAttention | MLASelfAttention | GatedDeltaNet:
+class SingleMixerLayer(nn.Module):
+    """Attention, a recurrence or a feed-forward network alone on a residual path, with a norm of its input
+    (Nemotron-H).
+    """
+
+    def __init__(self, shard: Shard, layer: int, dtype: torch.dtype, ranks: Ranks) -> None:
+        super().__init__()
+        config = shard.local
+        self.residual_multiplier = config.residual_multiplier
+        self.norm = make_norm(config, config.hidden_size, dtype)
+        make = make_feed_forward if config.kind(layer) == "feed_forward" else make_attention
+        self.mixer: Attention | FeedForward | Experts = make(shard, layer, dtype, ranks)
+        self.sum_parts = ranks.sum_experts if isinstance(self.mixer, Experts) else ranks.sum
+
+    def forward(
+        self,
+        hidden: Tensor,
+        positions: LayerPositions,
+        plan: AttentionPlan | RecurrentPlan,
+        cache: LayerCache,
+        tape: RoutingTape | None = None,
+    ) -> Tensor:
+        """[T, hidden] to [T, hidden]."""
+        normed = self.norm(hidden)
+        if isinstance(self.mixer, Experts):
+            update = self.mixer(normed, tape)
+        elif isinstance(self.mixer, FeedForward):
+            update = self.mixer(normed)
+        else:
+            update = self.mixer(normed, positions, plan, cache)
+        return hidden.add(self.sum_parts(update), alpha=self.residual_multiplier)
+
+
+def make_layer(shard: Shard, layer: int, dtype: torch.dtype, ranks: Ranks) -> DecoderLayer | SingleMixerLayer:
+    """The layer with this number. Its weights are uninitialized."""
+    kind = DecoderLayer if shard.config.feed_forward_layers is None else SingleMixerLayer
+    return kind(shard, layer, dtype, ranks)
+
+
+def make_feed_forward(shard: Shard, layer: int, dtype: torch.dtype, ranks: Ranks) -> FeedForward | Experts:
+    """The feed-forward network or the experts of this layer. Their weights are uninitialized."""
+    if (experts := shard.config.experts_of(layer)) is not None:
+        return Experts(shard, experts, dtype, ranks)
+    return FeedForward(shard.local, len(shard.channels), dtype, adds_bias=shard.position.tensor_rank == 0)
+
+
+def make_attention(shard: Shard, layer: int, dtype: torch.dtype, ranks: Ranks) -> Attention:
     """The module for the kind of attention of the model, or for the recurrence of this layer. Its weights are
     uninitialized.
     """
-    if (sizes := shard.config.recurrence_of(layer)) is not None:
+    sizes = shard.config.recurrence_of(layer)
+    if isinstance(sizes, Mamba2Config):
+        return Mamba2(shard.config, sizes, dtype)
+    if isinstance(sizes, GatedDeltaConfig):
         return GatedDeltaNet(shard.config, sizes, dtype)
     if isinstance(shard.attention, MultiHeadLatentAttention):
         return MLASelfAttention(shard, layer, dtype)

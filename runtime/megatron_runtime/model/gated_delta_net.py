@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.kv_cache import LayerCache
-from megatron_runtime.model.layers import Linear
+from megatron_runtime.model.layers import Linear, float32_weights
 from megatron_runtime.model.positions import LayerPositions
 from megatron_runtime.model.recurrence import DeltaInputs, RecurrentPlan, gated_rms_norm
 from megatron_runtime.model.recurrent_config import GatedDeltaConfig
@@ -26,10 +26,10 @@ class GatedDeltaNet(nn.Module):
         """For each key head: its query and key, then the values and the gates of its value heads."""
         self.gates = Linear(config.hidden_size, 2 * sizes.value_heads, bias=False, dtype=dtype)
         """For each key head: the strengths, then the steps of its value heads."""
-        self.convolution = _numbers(sizes.taps, sizes.channels)
-        self.log_rates = _numbers(sizes.value_heads)
-        self.step_biases = _numbers(sizes.value_heads)
-        self.norm = _numbers(sizes.value_dim)
+        self.convolution = float32_weights(sizes.taps, sizes.channels)
+        self.log_rates = float32_weights(sizes.value_heads)
+        self.step_biases = float32_weights(sizes.value_heads)
+        self.norm = float32_weights(sizes.value_dim)
         self.eps = config.rms_norm_eps
         self.output = Linear(sizes.values, config.hidden_size, bias=False, dtype=dtype)
 
@@ -44,7 +44,8 @@ class GatedDeltaNet(nn.Module):
         queries, keys, values, gates = torch.split(projected, widths, dim=-1)
         strengths, steps = self.gates(hidden).float().view(count, sizes.key_heads, 2, together).unbind(2)
         mixed = torch.cat([each.flatten(1) for each in (queries, keys, values)], dim=1)
-        mixed = plan.convolve(mixed, self.convolution, inputs_of_convolution)
+        no_bias = mixed.new_zeros(sizes.channels)
+        mixed = plan.convolve(mixed, self.convolution, no_bias, inputs_of_convolution)
         queries, keys, values = torch.split(mixed, [sizes.keys, sizes.keys, sizes.values], dim=1)
         inputs = DeltaInputs(
             queries=queries.reshape(count, sizes.key_heads, sizes.key_dim),
@@ -59,7 +60,3 @@ class GatedDeltaNet(nn.Module):
         seen = gated_rms_norm(seen, gates.reshape(seen.shape), self.norm, self.eps)
         result: Tensor = self.output(seen.flatten(1).to(hidden.dtype))
         return result
-
-
-def _numbers(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)

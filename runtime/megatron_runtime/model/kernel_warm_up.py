@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_runtime.model.attention import plan_attention
-from megatron_runtime.model.decoder_layer import DecoderLayer
+from megatron_runtime.model.decoder_layer import DecoderLayer, SingleMixerLayer
 from megatron_runtime.model.embedding import Embedding
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kernels.row_kernels import has_row_kernels
@@ -88,8 +88,9 @@ def _attend(batch: ForwardBatch, layers: Iterable[tuple[int, nn.Module]], positi
     prepared = positions(batch.positions)
     done: set[tuple[int, bool]] = set()
     for index, (number, layer) in enumerate(layers):
-        assert isinstance(layer, DecoderLayer)
-        attention, rotation = layer.attention, prepared[number].rotation
+        assert isinstance(layer, DecoderLayer | SingleMixerLayer)
+        attention = layer.attention if isinstance(layer, DecoderLayer) else layer.mixer
+        rotation = prepared[number].rotation
         if not isinstance(attention, SelfAttention):
             continue
         kind = 0 if rotation is None else rotation[0].shape[-1], attention.window is None

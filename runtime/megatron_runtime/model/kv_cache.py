@@ -40,9 +40,9 @@ class KVCache:
         self.dtype = dtype
         self.device = torch.device(device)
         self._shapes = attention_kind(config).cache_layout.shapes(num_blocks, block_size_tokens)
-        self._is_recurrent = [config.recurrence_of(layer) is not None for layer in range(config.num_layers)]
-        self._places = [self._is_recurrent[:layer].count(kind) for layer, kind in enumerate(self._is_recurrent)]
-        """Of each layer, its place among those with attention, or among the recurrent ones."""
+        self._kinds = [config.kind(layer) for layer in range(config.num_layers)]
+        self._places = [self._kinds[:layer].count(kind) for layer, kind in enumerate(self._kinds)]
+        """Of each layer, its place among those of the same kind."""
         self._states: RecurrentStates | None = None
         if config.recurrent is not None:
             self._states = RecurrentStates(config.recurrent, num_states, self.device)
@@ -73,8 +73,10 @@ class KVCache:
         return self._blocks_of(0)
 
     def layer(self, index: int) -> LayerCache:
-        """Views of one layer's arrays."""
-        if self._states is not None and self._is_recurrent[index]:
+        """Views of one layer's arrays; none of a layer with a feed-forward network alone."""
+        if self._kinds[index] == "feed_forward":
+            return ()
+        if self._states is not None and self._kinds[index] == "recurrence":
             return self._states.layer(self._places[index])
         return self._blocks_of(self._places[index])
 

@@ -22,6 +22,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu_squared": lambda widened: functional.relu(widened).square(),
 }
 
 
@@ -82,3 +83,8 @@ class FeedForward(nn.Module):
             gate, up = widened.chunk(2, dim=-1)
             return self.activate(gate) * up
         return self.activate(widened)
+
+
+def float32_weights(*shape: int) -> nn.Parameter:
+    """Uninitialized weights that are float32 for every dtype of the model."""
+    return nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)

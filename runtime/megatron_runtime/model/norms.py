@@ -43,6 +43,14 @@ class RMSNormPlusOne(RMSNorm):
         return (self._scaled(inputs) * (1.0 + self.weight.float())).to(inputs.dtype)
 
 
+class RMSNormInFloat32(RMSNorm):
+    """RMSNorm whose result is rounded once, after the multiplication with the weights (Nemotron-H)."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Normalize over the last dimension."""
+        return (self._scaled(inputs) * self.weight.float()).to(inputs.dtype)
+
+
 class SharedRMSNorm(RMSNorm):
     """RMSNorm over the channels of all ranks of a layer, of which ``size`` are on each rank.
 
@@ -97,6 +105,7 @@ Norm = RMSNorm | LayerNorm | LayerNormWithoutBias
 _KINDS: dict[str, type[Norm]] = {
     "rms": RMSNorm,
     "rms_plus_one": RMSNormPlusOne,
+    "rms_in_float32": RMSNormInFloat32,
     "layer": LayerNorm,
     "layer_without_bias": LayerNormWithoutBias,
 }

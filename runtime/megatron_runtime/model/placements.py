@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from megatron_runtime.model.decoder_layer import DecoderLayer
+from megatron_runtime.model.decoder_layer import Attention, DecoderLayer, SingleMixerLayer
 from megatron_runtime.model.experts import Experts
 from megatron_runtime.model.formats.tensor_names import TensorNames
 from megatron_runtime.model.formats.weight_source import WeightSource, row_pieces
 from megatron_runtime.model.gated_delta_net import GatedDeltaNet
 from megatron_runtime.model.latent_attention import MLASelfAttention
 from megatron_runtime.model.layers import FeedForward, Linear
+from megatron_runtime.model.mamba import Mamba2
 from megatron_runtime.model.self_attention import SelfAttention
 from megatron_runtime.model.shard import Shard
 
@@ -73,8 +74,15 @@ def whole(view: Tensor) -> Placement:
     return Placement(view, (range(len(view)),))
 
 
-def layer_placements(layer: DecoderLayer, names: TensorNames, shard: Shard) -> Placements:
+def layer_placements(layer: DecoderLayer | SingleMixerLayer, names: TensorNames, shard: Shard) -> Placements:
     """Every tensor of one layer that has a part in ``shard``."""
+    if isinstance(layer, SingleMixerLayer):
+        yield from norm_placements(layer.norm, names.mixer_norm).items()
+        if isinstance(layer.mixer, FeedForward | Experts):
+            yield from _network(layer.mixer, names, shard)
+        else:
+            yield from _attention(layer.mixer, names, shard)
+        return
     # Not a mapping by name, because some names have two meanings, of which a family uses one.
     norms = [
         (names.attention_norm, layer.attention_norm),
@@ -84,17 +92,25 @@ def layer_placements(layer: DecoderLayer, names: TensorNames, shard: Shard) -> P
     ]
     for name, norm in norms:
         yield from norm_placements(norm, name).items()
-    if isinstance(layer.attention, MLASelfAttention):
-        yield from _latent_attention(layer.attention, names, shard)
-    elif isinstance(layer.attention, GatedDeltaNet):
-        yield from _gated_delta_net(layer.attention, names)
+    yield from _attention(layer.attention, names, shard)
+    yield from _network(layer.feed_forward, names, shard)
+
+
+def _attention(attention: Attention, names: TensorNames, shard: Shard) -> Placements:
+    if isinstance(attention, MLASelfAttention):
+        yield from _latent_attention(attention, names, shard)
+    elif isinstance(attention, GatedDeltaNet | Mamba2):
+        yield from _recurrence(attention, names)
     else:
-        yield from _grouped_query_attention(layer.attention, names, shard)
-    if isinstance(layer.feed_forward, Experts):
-        yield from _experts(layer.feed_forward, names, shard)
+        yield from _grouped_query_attention(attention, names, shard)
+
+
+def _network(network: FeedForward | Experts, names: TensorNames, shard: Shard) -> Placements:
+    if isinstance(network, Experts):
+        yield from _experts(network, names, shard)
     else:
         channels = _Part(shard.channels, shard.config.intermediate_size)
-        yield from _feed_forward(layer.feed_forward, names.gate_up, names.down, names, channels)
+        yield from _feed_forward(network, names.gate_up, names.down, names, channels)
 
 
 def norm_placements(norm: nn.Module, name: str, channels: range | None = None) -> dict[str, Placement]:
@@ -153,14 +169,19 @@ def _latent_attention(attention: MLASelfAttention, names: TensorNames, shard: Sh
     yield from _columns(attention.output, names.attention_output, _heads(heads, total, latent.v_head_dim), names)
 
 
-def _gated_delta_net(layer: GatedDeltaNet, names: TensorNames) -> Placements:
+def _recurrence(layer: GatedDeltaNet | Mamba2, names: TensorNames) -> Placements:
     sizes = layer.sizes
     yield names.log_rates, whole(layer.log_rates)
     yield names.step_biases, whole(layer.step_biases)
     yield f"{names.convolution}.weight", whole(layer.convolution.t()[:, None])
+    if isinstance(layer, Mamba2):
+        if layer.convolution_bias is not None:
+            yield f"{names.convolution}.bias", whole(layer.convolution_bias)
+        yield names.skips, whole(layer.skips)
     yield f"{names.recurrent_norm}.weight", whole(layer.norm)
-    yield from _rows(layer.inputs, [names.recurrent_inputs], [_all(2 * sizes.keys + 2 * sizes.values)], names)
-    yield from _rows(layer.gates, [names.recurrent_gates], [_all(2 * sizes.value_heads)], names)
+    yield from _rows(layer.inputs, [names.recurrent_inputs], [_all(len(layer.inputs.weight))], names)
+    if isinstance(layer, GatedDeltaNet):
+        yield from _rows(layer.gates, [names.recurrent_gates], [_all(2 * sizes.value_heads)], names)
     yield from _columns(layer.output, names.recurrent_output, _all(sizes.values), names)
 
 

@@ -6,6 +6,7 @@ states as a whole one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_runtime.model.forward_batch import ForwardBatch
-from megatron_runtime.model.kernels import delta_kernels
+from megatron_runtime.model.kernels import delta_kernels, mamba_kernels
 from megatron_runtime.model.kernels.compiled import even_shares
+from megatron_runtime.model.kernels.recurrent_kernels import convolution_kernel
+from megatron_runtime.model.recurrent_config import Mamba2Config, RecurrentConfig
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,27 @@ class DeltaInputs:
     """[value heads]."""
 
 
+@dataclass(frozen=True)
+class ScanInputs:
+    """The inputs of the selective state space model for T tokens, float32; those of tokens can be views."""
+
+    queries: Tensor
+    """[T, key heads, key dim]: C."""
+    keys: Tensor
+    """Of the same shape: B."""
+    values: Tensor
+    """[T, value heads, value dim]: x."""
+    steps: Tensor
+    """[T, value heads]: the time step of a head is ``softplus(step + bias)``, within the limits."""
+    rates: Tensor
+    """[value heads]: minus A."""
+    biases: Tensor
+    """[value heads]."""
+    skips: Tensor
+    """[value heads]: D."""
+    limits: tuple[float, float]
+
+
 class RecurrentPlan:
     """The requests of one batch, in the order of their rows, and the slots of their states.
 
@@ -48,22 +72,23 @@ class RecurrentPlan:
         self._starts = batch.query_starts.long()
         self._is_new = (batch.context_lengths == batch.query_starts.diff()).long()
 
-    def convolve(self, inputs: Tensor, weight: Tensor, states: Tensor) -> Tensor:
+    def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor, states: Tensor) -> Tensor:
         """``silu`` of the causal convolution of each channel; updates the states.
 
         Args:
             inputs: float32 [T, channels].
             weight: float32 [taps, channels].
+            bias: float32 [channels].
             states: float32 [slots, taps - 1, channels], the last inputs of each sequence.
 
         Returns:
             float32 [T, channels].
         """
         if inputs.device.type != "cpu":
-            return self.convolve_in_torch(inputs, weight, states)
+            return self.convolve_in_torch(inputs, weight, bias, states)
         outputs = torch.empty_like(inputs)
-        arrays = (inputs, weight, states, self._slots, self._starts, self._is_new, outputs)
-        delta_kernels.convolution_kernel()(*(each.numpy() for each in arrays), even_shares(inputs.shape[1]))
+        arrays = (inputs, weight, bias, states, self._slots, self._starts, self._is_new, outputs)
+        convolution_kernel()(*(each.numpy() for each in arrays), even_shares(inputs.shape[1]))
         return outputs
 
     def delta_rule(self, inputs: DeltaInputs, states: Tensor) -> Tensor:
@@ -88,14 +113,40 @@ class RecurrentPlan:
         delta_kernels.delta_kernel()(*arrays, even_shares(states.shape[1]))
         return outputs
 
-    def convolve_in_torch(self, inputs: Tensor, weight: Tensor, states: Tensor) -> Tensor:
+    def selective_scan(self, inputs: ScanInputs, states: Tensor) -> Tensor:
+        """The selective state space model of Mamba-2 (Dao and Gu); updates the states.
+
+        Each head has a matrix S. A token makes ``S = exp(-rate * step) * S + k (step * v)^T``, and its output is
+        ``q^T S + skip * v``.
+
+        Args:
+            inputs: Those of T tokens.
+            states: float32 [slots, value heads, key dim, value dim].
+
+        Returns:
+            float32 [T, value heads, value dim].
+        """
+        if states.device.type != "cpu":
+            return self.selective_scan_in_torch(inputs, states)
+        outputs = torch.empty_like(inputs.values, memory_format=torch.contiguous_format)
+        tokens = (inputs.queries, inputs.keys, inputs.values, inputs.steps, inputs.rates, inputs.biases, inputs.skips)
+        others = (states, self._slots, self._starts, self._is_new, outputs)
+        mamba_kernels.scan_kernel()(
+            *(each.numpy() for each in tokens),
+            *inputs.limits,
+            *(each.numpy() for each in others),
+            even_shares(states.shape[1]),
+        )
+        return outputs
+
+    def convolve_in_torch(self, inputs: Tensor, weight: Tensor, bias: Tensor, states: Tensor) -> Tensor:
         """`convolve` on any device."""
         taps = len(weight)
         known = states[self._slots] * (1 - self._is_new)[:, None, None]
         pieces: list[Tensor] = []
         for state, rows, slot in zip(known, torch.split(inputs, self._lengths()), self._slots, strict=True):
             window = torch.cat((state, rows))
-            pieces.append(sum((weight[tap] * window[tap : tap + len(rows)] for tap in range(taps)), rows.new_zeros(1)))
+            pieces.append(sum((weight[tap] * window[tap : tap + len(rows)] for tap in range(taps)), bias))
             states[slot] = window[len(rows) :]
         return functional.silu(torch.cat(pieces))
 
@@ -106,19 +157,43 @@ class RecurrentPlan:
         queries = queries * queries.shape[-1] ** -0.5
         decays = torch.exp(-inputs.rates * functional.softplus(inputs.steps + inputs.biases))
         strengths = torch.sigmoid(inputs.strengths)
-        outputs = torch.empty_like(inputs.values)
+
+        def advance(matrices: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+            matrices = matrices * decays[rows][..., None, None]
+            seen = (matrices * keys[rows][..., None]).sum(-2)
+            update = (inputs.values[rows] - seen) * strengths[rows][..., None]
+            matrices = matrices + keys[rows][..., None] * update[..., None, :]
+            return matrices, (matrices * queries[rows][..., None]).sum(-2)
+
+        return self._for_each_token(states, torch.empty_like(inputs.values), advance)
+
+    def selective_scan_in_torch(self, inputs: ScanInputs, states: Tensor) -> Tensor:
+        """`selective_scan` on any device."""
+        together = inputs.values.shape[1] // inputs.keys.shape[1]
+        steps = functional.softplus(inputs.steps + inputs.biases).clamp(*inputs.limits)
+        decays = torch.exp(-inputs.rates * steps)
+
+        def advance(matrices: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+            # Repeated here, because those of all tokens take more memory than all other inputs.
+            queries, keys = (each[rows].repeat_interleave(together, 1) for each in (inputs.queries, inputs.keys))
+            values = inputs.values[rows]
+            update = steps[rows][..., None] * values
+            matrices = matrices * decays[rows][..., None, None] + keys[..., None] * update[..., None, :]
+            return matrices, (matrices * queries[..., None]).sum(-2) + inputs.skips[:, None] * values
+
+        return self._for_each_token(states, torch.empty_like(inputs.values), advance)
+
+    def _for_each_token(
+        self, states: Tensor, outputs: Tensor, advance: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """``advance`` the matrices of the requests by one row of each after the other. Returns ``outputs``, filled."""
         lengths = torch.tensor(self._lengths())
         current = states[self._slots]
         current[self._is_new.bool()] = 0.0
         for step in range(int(lengths.max())):
             active = (lengths > step).nonzero()[:, 0].to(states.device)
             rows = self._starts[active] + step
-            matrices = current[active] * decays[rows][..., None, None]
-            seen = (matrices * keys[rows][..., None]).sum(-2)
-            update = (inputs.values[rows] - seen) * strengths[rows][..., None]
-            matrices = matrices + keys[rows][..., None] * update[..., None, :]
-            outputs[rows] = (matrices * queries[rows][..., None]).sum(-2)
-            current[active] = matrices
+            current[active], outputs[rows] = advance(current[active], rows)
         states[self._slots] = current
         return outputs
 
@@ -126,6 +201,11 @@ class RecurrentPlan:
         """The number of tokens of each request."""
         lengths: list[int] = self._starts.diff().tolist()
         return lengths
+
+
+def prepare_recurrence(config: RecurrentConfig) -> None:
+    """Compile the kernels of these layers for a CPU now, so that the first request does not wait for it."""
+    (mamba_kernels if isinstance(config, Mamba2Config) else delta_kernels).prepare()
 
 
 def gated_rms_norm(rows: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -143,6 +223,22 @@ def gated_rms_norm(rows: Tensor, gates: Tensor, weight: Tensor, eps: float) -> T
     delta_kernels.gated_norm_kernel()(
         flat.numpy(), gates.reshape(flat.shape).numpy(), weight.numpy(), eps, even_shares(len(flat))
     )
+    return rows
+
+
+def gated_group_norm(rows: Tensor, gates: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x * silu(gate)``, and ``weight * x / sqrt(mean(x^2) + eps)`` of it over each group of channels, float32.
+
+    Args:
+        rows: [T, groups, size]; on a CPU they are overwritten.
+        gates: Of the same shape.
+        weight: [groups, size].
+        eps: Epsilon of the norm.
+    """
+    if rows.device.type != "cpu":
+        return weight * functional.rms_norm(rows * functional.silu(gates), rows.shape[-1:], eps=eps)
+    arrays = (each.numpy() for each in (rows, gates, weight))
+    mamba_kernels.group_norm_kernel()(*arrays, eps, even_shares(len(rows)))
     return rows
 
 

@@ -14,15 +14,16 @@ _LARGEST_STATE = 2**28
 
 
 @dataclass(frozen=True)
-class GatedDeltaConfig:
-    """Layers with a gated delta rule (Yang et al., Gated Delta Networks) in place of attention.
+class RecurrentConfig:
+    """Layers with a linear recurrence in place of attention; its subclasses are the kinds of recurrences.
 
-    A causal convolution of each channel precedes the rule. The queries and keys of a head serve several consecutive
-    heads of values.
+    Each head of values has a matrix, to which a token adds the product of its key and its value, and from which its
+    query reads. A causal convolution of each channel precedes the recurrence. The queries and keys of a head serve
+    several consecutive heads of values.
     """
 
     layers: frozenset[int]
-    """The layers that have it; the others have attention."""
+    """The layers that have it."""
     key_heads: int
     value_heads: int
     key_dim: int
@@ -79,4 +80,32 @@ class GatedDeltaConfig:
         if not 1 <= len(self.layers) < num_layers:
             raise CheckpointError(
                 f"{source}: {len(self.layers)} of {num_layers} layers are recurrent, expected 1 to {num_layers - 1}"
+            )
+
+
+@dataclass(frozen=True)
+class GatedDeltaConfig(RecurrentConfig):
+    """The gated delta rule (Yang et al., Gated Delta Networks)."""
+
+
+@dataclass(frozen=True)
+class Mamba2Config(RecurrentConfig):
+    """The selective state space model of Mamba-2 (Dao and Gu, Transformers are SSMs).
+
+    Its C, B and x are the queries, keys and values; the size of its state is that of a key.
+    """
+
+    has_bias: bool = False
+    """Whether the projections have biases."""
+    has_convolution_bias: bool = True
+    step_limits: tuple[float, float] = (0.0, math.inf)
+    """The time steps of the discretization are clipped to these."""
+
+    def check(self, source: str, num_layers: int) -> None:
+        """Raise CheckpointError naming ``source`` when the numbers are inconsistent."""
+        super().check(source, num_layers)
+        shortest, longest = self.step_limits
+        if not 0.0 <= shortest < longest:
+            raise CheckpointError(
+                f"{source}: the limits of time steps are {shortest} and {longest}, expected 0 or more and a larger one"
             )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_runtime.model.host_memory import zeros
-from megatron_runtime.model.recurrent_config import GatedDeltaConfig
+from megatron_runtime.model.recurrent_config import RecurrentConfig
 
 
 class RecurrentStates:
@@ -18,7 +18,7 @@ class RecurrentStates:
     have no meaning.
     """
 
-    def __init__(self, config: GatedDeltaConfig, num_slots: int, device: torch.device) -> None:
+    def __init__(self, config: RecurrentConfig, num_slots: int, device: torch.device) -> None:
         self._shapes = [(len(config.layers), num_slots, *shape) for shape in config.state_shapes]
         self._device = device
         self._storage: list[Tensor] | None = None

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_runtime.model.config import ModelConfig, RopeScaling
+from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.rope_scaling import RopeScaling
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of a batch's tokens, each [T, 1, rotated channels]."""

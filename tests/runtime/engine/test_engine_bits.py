@@ -20,7 +20,7 @@ from megatron_runtime.model.config import (
 )
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.kv_cache import KVCache
-from megatron_runtime.model.recurrent_config import GatedDeltaConfig
+from megatron_runtime.model.recurrent_config import GatedDeltaConfig, Mamba2Config
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
@@ -52,6 +52,25 @@ DELTA: dict[str, Any] = {
 """Features of Qwen3-Next."""
 
 
+MAMBA: dict[str, Any] = {
+    "num_layers": 4,
+    "recurrent": Mamba2Config(
+        frozenset({0}), key_heads=2, value_heads=4, key_dim=24, value_dim=40, taps=4, has_bias=True
+    ),
+    "feed_forward_layers": frozenset({1, 3}),
+    "unrotated_layers": frozenset(range(4)),
+    "norm": "rms_in_float32",
+    "activation": "relu_squared",
+    "gated_feed_forward": False,
+    "experts": ExpertsConfig(
+        *(4, 2, 96, RoutingConfig("sigmoid", has_selection_bias=True)),
+        dense_layers=frozenset({0, 1, 2}),
+        shared_intermediate_size=64,
+    ),
+}
+"""Features of Nemotron-H."""
+
+
 @pytest.fixture(
     scope="module",
     params=[
@@ -62,10 +81,12 @@ DELTA: dict[str, Any] = {
         (torch.bfloat16, CHUNKS_AND_SINKS),
         (torch.float32, DELTA),
         (torch.bfloat16, DELTA),
+        (torch.float32, MAMBA),
+        (torch.bfloat16, MAMBA),
     ],
     ids=[
         *("torch.float32", "torch.bfloat16", "latents-torch.float32", "latents-torch.bfloat16", "chunks-and-sinks"),
-        *("states-torch.float32", "states-torch.bfloat16"),
+        *("states-torch.float32", "states-torch.bfloat16", "mamba-torch.float32", "mamba-torch.bfloat16"),
     ],
 )
 def model(request: pytest.FixtureRequest) -> Decoder:

@@ -18,24 +18,34 @@ from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.errors import CheckpointError, ConfigurationError
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.kv_cache import KVCache
-from megatron_runtime.model.recurrent_config import GatedDeltaConfig
+from megatron_runtime.model.recurrent_config import GatedDeltaConfig, Mamba2Config
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
-SIZES = GatedDeltaConfig(frozenset({0}), key_heads=2, value_heads=4, key_dim=8, value_dim=8, taps=3)
+DELTA = {"recurrent": GatedDeltaConfig(frozenset({0}), key_heads=2, value_heads=4, key_dim=8, value_dim=8, taps=3)}
+MAMBA = {
+    "recurrent": Mamba2Config(frozenset({0}), key_heads=2, value_heads=4, key_dim=8, value_dim=8, taps=3),
+    "num_layers": 3,
+    "feed_forward_layers": frozenset({1}),
+}
 GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=12, ignore_eos=True)
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7], [20] * 11]
 
 
-@pytest.fixture(scope="module")
-def model() -> Decoder:
-    model = random_llama(hidden=32, intermediate=48, std=0.3, recurrent=SIZES)
+@pytest.fixture(scope="module", params=[DELTA, MAMBA], ids=["gated-delta", "mamba"])
+def model(request: pytest.FixtureRequest) -> Decoder:
+    model = random_llama(hidden=32, intermediate=48, std=0.3, **request.param)
     model.prepare()
     return model
 
 
+def state_bytes(model: Decoder) -> int:
+    assert model.config.recurrent is not None
+    return model.config.recurrent.state_bytes
+
+
 def make_engine(model: Decoder, tokenizer: Tokenizer, **settings: Any) -> DynamicInferenceEngine:
-    memory = 64 * KVCache.block_bytes(model.config, 4, torch.float32) + 8 * SIZES.state_bytes
+    memory = 64 * KVCache.block_bytes(model.config, 4, torch.float32) + 8 * state_bytes(model)
     defaults = {"block_size_tokens": 4, "kv_cache_memory_bytes": memory, "max_requests": 8}
     return DynamicInferenceEngine.build(model, tokenizer, InferenceConfig(**{**defaults, **settings}))
 
@@ -82,18 +92,18 @@ def test_the_states_are_a_part_of_the_pool(
     model: Decoder, byte_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     block = KVCache.block_bytes(model.config, 4, torch.float32)
-    size = 10 * SIZES.state_bytes
+    size = 10 * state_bytes(model)
     engine = make_engine(model, byte_tokenizer, kv_cache_memory_bytes=size, max_requests=5)
     assert engine.context.max_requests == 5
-    assert engine.context.allocator.num_blocks == 5 * SIZES.state_bytes // block
+    assert engine.context.allocator.num_blocks == 5 * state_bytes(model) // block
     assert size - block < engine.context.kv_cache.num_bytes <= size
     with caplog.at_level(logging.INFO):
         assert (
             make_engine(model, byte_tokenizer, kv_cache_memory_bytes=size, max_requests=None).context.max_requests == 5
         )
     assert any("the pool has room for the states of 5 requests" in line for line in caplog.messages)
-    with pytest.raises(ConfigurationError, match=f"recurrent states of one request, {SIZES.state_bytes} bytes; raise"):
-        make_engine(model, byte_tokenizer, kv_cache_memory_bytes=SIZES.state_bytes)
+    with pytest.raises(ConfigurationError, match=f"recurrent states of one request, {state_bytes(model)} bytes; raise"):
+        make_engine(model, byte_tokenizer, kv_cache_memory_bytes=state_bytes(model))
 
 
 def test_a_pass_that_failed_after_it_changed_states_is_repeated(

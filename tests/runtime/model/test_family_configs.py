@@ -24,6 +24,13 @@ NEWER: dict[str, dict[str, Any]] = {
     "Llama4": {"num_local_experts": 4, "intermediate_size_mlp": 24, "attention_chunk_size": 7},
     "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
 }
+NEMOTRON_H = {
+    "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+}
 GLM_4_5 = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -294,11 +301,12 @@ def test_layers_that_predict_further_tokens_are_ignored(tmp_path: Path, paged_re
         inspect_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("family", ["Gemma2", "Mixtral", "GPT2", "Granite", "Qwen2Moe", "Glm4Moe", *NEWER])
+@pytest.mark.parametrize("family", ["Gemma2", "Mixtral", "GPT2", "Granite", "Qwen2Moe", "Glm4Moe", "NemotronH", *NEWER])
 def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(
     family: str, tmp_path: Path, paged_requests: Any, save_model: Any
 ) -> None:
     settings = {"Mixtral": {"num_local_experts": 4}, "Qwen2Moe": QWEN_2, "Glm4Moe": GLM_4_5} | NEWER
+    settings["NemotronH"] = NEMOTRON_H
     extra = settings.get(family, {})
     model = save_model(tmp_path, family, **extra).bfloat16()
     model.save_pretrained(tmp_path)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from runtime_support.recurrent_plans import CLOSE, LENGTHS, garbage, plan_of, random
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
@@ -15,29 +16,13 @@ from megatron_runtime.errors import CheckpointError, ConfigurationError
 from megatron_runtime.model.attention_kind import attention_kind
 from megatron_runtime.model.cache_layout import CacheLayout
 from megatron_runtime.model.config import ModelConfig
-from megatron_runtime.model.forward_batch import ForwardBatch
-from megatron_runtime.model.recurrence import DeltaInputs, RecurrentPlan, gated_rms_norm
+from megatron_runtime.model.recurrence import DeltaInputs, gated_rms_norm
 from megatron_runtime.model.recurrent_config import GatedDeltaConfig
 from megatron_runtime.model.recurrent_states import RecurrentStates
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.layout import ParallelSizes, RankPosition
 
 SIZES = GatedDeltaConfig(frozenset({0, 2}), key_heads=2, value_heads=6, key_dim=10, value_dim=14, taps=4)
-LENGTHS = (1, 7, 2, 30)
-CLOSE = {"atol": 1e-5, "rtol": 1e-5}
-
-
-def plan_of(lengths: tuple[int, ...], contexts: tuple[int, ...] | None = None) -> RecurrentPlan:
-    """Requests of these lengths, whose slots are in descending order; with older tokens up to ``contexts``."""
-    unused = torch.zeros(0, dtype=torch.int64)
-    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    slots = torch.arange(len(lengths), 0, -1)
-    known = torch.tensor(contexts or lengths, dtype=torch.int32)
-    return RecurrentPlan(ForwardBatch(*[unused] * 3, starts, known, unused, unused, state_slots=slots))
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def delta_inputs(count: int) -> DeltaInputs:
@@ -61,11 +46,6 @@ def part(inputs: DeltaInputs, rows: slice) -> DeltaInputs:
     )
 
 
-def garbage(*shape: int) -> Tensor:
-    """States of earlier requests, which new ones must not read."""
-    return torch.full((len(LENGTHS) + 1, *shape), torch.nan)
-
-
 def test_the_delta_rule_is_that_of_transformers() -> None:
     inputs, (_, shape) = delta_inputs(sum(LENGTHS)), SIZES.state_shapes
     compiled, plain = garbage(*shape), garbage(*shape)
@@ -86,13 +66,13 @@ def test_the_delta_rule_is_that_of_transformers() -> None:
 
 def test_the_convolution_is_that_of_pytorch() -> None:
     inputs, weight, shape = random(sum(LENGTHS), SIZES.channels), random(4, SIZES.channels), SIZES.state_shapes[0]
-    compiled, plain = garbage(*shape), garbage(*shape)
-    outputs = plan_of(LENGTHS).convolve(inputs, weight, compiled)
+    compiled, plain, bias = garbage(*shape), garbage(*shape), random(SIZES.channels)
+    outputs = plan_of(LENGTHS).convolve(inputs, weight, bias, compiled)
     plain.nan_to_num_()  # zeros times NaN are NaN in PyTorch
-    torch.testing.assert_close(plan_of(LENGTHS).convolve_in_torch(inputs, weight, plain), outputs, **CLOSE)
+    torch.testing.assert_close(plan_of(LENGTHS).convolve_in_torch(inputs, weight, bias, plain), outputs, **CLOSE)
     assert torch.equal(plain[1:], compiled[1:])
     rows = torch.nn.functional.pad(inputs[-30:].t(), (3, 0))[None]
-    convolved = torch.nn.functional.conv1d(rows, weight.t()[:, None], groups=SIZES.channels)[0].t()
+    convolved = torch.nn.functional.conv1d(rows, weight.t()[:, None], bias, groups=SIZES.channels)[0].t()
     torch.testing.assert_close(outputs[-30:], torch.nn.functional.silu(convolved), **CLOSE)
     assert torch.equal(compiled[1], inputs[-3:])
 
@@ -108,7 +88,7 @@ def test_bits_and_states_do_not_depend_on_chunks(cuts: tuple[int, ...]) -> None:
         for start, end in pairwise(cuts):
             plan, some = plan_of((end - start,), (end,)), slice(start, end)
             seen = plan.delta_rule(part(inputs, some), matrices)
-            pieces.append((plan.convolve(rows[some], weight, states), seen))
+            pieces.append((plan.convolve(rows[some], weight, weight[0], states), seen))
         return *map(torch.cat, zip(*pieces, strict=True)), states[1], matrices[1]
 
     assert all(map(torch.equal, run(cuts), run((0, 30))))

@@ -88,6 +88,17 @@ QWEN_3_NEXT = (
         "linear_value_head_dim": 20,
     }
 )
+NEMOTRON_H = {
+    "layers_block_type": ["mamba", "mlp", "attention", "moe"],
+    "head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 10,
+    "ssm_state_size": 12,
+    "n_groups": 2,
+    "n_routed_experts": 6,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama with a tied head": ("Llama", {"tie_word_embeddings": True}),
@@ -191,6 +202,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next with one value head per key head": (
         "Qwen3Next",
         QWEN_3_NEXT | {"layer_types": None, "full_attention_interval": 3, "linear_num_value_heads": 2},
+    ),
+    "nemotron-h": ("NemotronH", NEMOTRON_H),
+    "nemotron-h without experts and with biases": (
+        "NemotronH",
+        NEMOTRON_H
+        | {
+            "layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp"],
+            "use_bias": True,
+            "mlp_bias": True,
+            "n_groups": 1,
+        },
+    ),
+    "nemotron-h without biases and with groups of experts": (
+        "NemotronH",
+        NEMOTRON_H
+        | {
+            "layers_block_type": ["mamba", "moe", "attention", "moe", "mamba", "mamba"],
+            "use_conv_bias": False,
+            "conv_kernel": 3,
+            "n_groups": 4,
+        }
+        | {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": False},
     ),
     "minimax m2": ("MiniMaxM2", MINIMAX_M2),
     "llama 4": ("Llama4", LLAMA_4),

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_runtime.model.config import ExpertsConfig, LatentAttentionConfig, ModelConfig
 from megatron_runtime.model.formats.tensor_names import TensorNames, tensor_names
-from megatron_runtime.model.recurrent_config import GatedDeltaConfig
+from megatron_runtime.model.recurrent_config import Mamba2Config, RecurrentConfig
 
 Shape = tuple[int, ...]
 Shapes = Iterator[tuple[str, Shape]]
@@ -38,6 +38,11 @@ def expert_parameters(config: ModelConfig) -> int:
 
 
 def _layer(config: ModelConfig, layer: int, names: TensorNames) -> Shapes:
+    if config.feed_forward_layers is not None:
+        yield from _norm(config, names.mixer_norm, config.hidden_size).items()
+        is_fed = config.kind(layer) == "feed_forward"
+        yield from (_network if is_fed else _attention)(config, layer, names)
+        return
     goes_in, comes_out = (config.norm_placement in (place, "around") for place in ("before", "after"))
     for name, is_there in (
         (names.attention_norm, goes_in),
@@ -48,6 +53,10 @@ def _layer(config: ModelConfig, layer: int, names: TensorNames) -> Shapes:
         if is_there:
             yield from _norm(config, name, config.hidden_size).items()
     yield from _attention(config, layer, names)
+    yield from _network(config, layer, names)
+
+
+def _network(config: ModelConfig, layer: int, names: TensorNames) -> Shapes:
     if (experts := config.experts_of(layer)) is None:
         yield from _feed_forward(config, names, names.gate_up, names.down, config.intermediate_size)
     else:
@@ -75,7 +84,7 @@ def _expert_networks(config: ModelConfig, experts: ExpertsConfig, names: TensorN
 
 def _attention(config: ModelConfig, layer: int, names: TensorNames) -> Shapes:
     if (sizes := config.recurrence_of(layer)) is not None:
-        yield from _gated_delta_net(config, sizes, names)
+        yield from _recurrence(config, sizes, names)
     elif config.latent_attention is None:
         yield from _grouped_query_attention(config, names)
     else:
@@ -100,15 +109,25 @@ def _grouped_query_attention(config: ModelConfig, names: TensorNames) -> Shapes:
     yield from _matrix(names, names.attention_output, config.hidden_size, queries, bias=bias)
 
 
-def _gated_delta_net(config: ModelConfig, sizes: GatedDeltaConfig, names: TensorNames) -> Shapes:
+def _recurrence(config: ModelConfig, sizes: RecurrentConfig, names: TensorNames) -> Shapes:
     hidden = config.hidden_size
     yield names.log_rates, (sizes.value_heads,)
     yield names.step_biases, (sizes.value_heads,)
     yield f"{names.convolution}.weight", (sizes.channels, 1, sizes.taps)
-    yield f"{names.recurrent_norm}.weight", (sizes.value_dim,)
-    yield from _matrix(names, names.recurrent_inputs, 2 * sizes.keys + 2 * sizes.values, hidden, bias=False)
-    yield from _matrix(names, names.recurrent_gates, 2 * sizes.value_heads, hidden, bias=False)
-    yield from _matrix(names, names.recurrent_output, hidden, sizes.values, bias=False)
+    bias = False
+    if isinstance(sizes, Mamba2Config):
+        bias = sizes.has_bias
+        if sizes.has_convolution_bias:
+            yield f"{names.convolution}.bias", (sizes.channels,)
+        yield names.skips, (sizes.value_heads,)
+        yield f"{names.recurrent_norm}.weight", (sizes.values,)
+        rows = sizes.values + sizes.channels + sizes.value_heads
+        yield from _matrix(names, names.recurrent_inputs, rows, hidden, bias=bias)
+    else:
+        yield f"{names.recurrent_norm}.weight", (sizes.value_dim,)
+        yield from _matrix(names, names.recurrent_inputs, 2 * sizes.keys + 2 * sizes.values, hidden, bias=False)
+        yield from _matrix(names, names.recurrent_gates, 2 * sizes.value_heads, hidden, bias=False)
+    yield from _matrix(names, names.recurrent_output, hidden, sizes.values, bias=bias)
 
 
 def _latent_attention(config: ModelConfig, latent: LatentAttentionConfig, names: TensorNames) -> Shapes:

@@ -6,7 +6,6 @@ from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.config import (
     ExpertsConfig,
     ModelConfig,
-    RopeScaling,
     RoutingConfig,
     check_num_layers,
     refuse_architecture,
@@ -20,6 +19,7 @@ from megatron_runtime.model.formats.gguf_families import (
 from megatron_runtime.model.formats.gguf_file import GgufFile
 from megatron_runtime.model.formats.gguf_metadata import GgufMetadata
 from megatron_runtime.model.formats.rope_fields import yarn_magnitude
+from megatron_runtime.model.rope_scaling import RopeScaling
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:

@@ -10,12 +10,12 @@ from megatron_runtime.model.config import (
     ClampedGate,
     ModelConfig,
     QueryTemperature,
-    RopeScaling,
     RoutingConfig,
     alternating_windows,
     layers_without_window,
 )
 from megatron_runtime.model.formats.gguf_metadata import GgufMetadata
+from megatron_runtime.model.rope_scaling import RopeScaling
 
 
 def _as_it_is(config: ModelConfig, _: GgufMetadata) -> ModelConfig:

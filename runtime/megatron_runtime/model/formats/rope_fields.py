@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from megatron_runtime.errors import CheckpointError
-from megatron_runtime.model.config import RopeScaling
 from megatron_runtime.model.formats.config_fields import MISSING, ConfigFields
+from megatron_runtime.model.rope_scaling import RopeScaling
 
 
 def rope_settings(fields: ConfigFields, head_dim: int, default_theta: float) -> dict[str, Any]:

@@ -17,6 +17,8 @@ class TensorNames:
     final_norm: str = "model.norm"
     head: str = "lm_head"
     layer: str = "model.layers.{}."
+    mixer_norm: str = "norm"
+    """The only norm of a layer with one of attention, recurrence and feed-forward alone."""
     attention_norm: str = "input_layernorm"
     attention_output_norm: str = "post_attention_layernorm"
     feed_forward_norm: str = "post_attention_layernorm"
@@ -35,28 +37,29 @@ class TensorNames:
     kv_up: str = "self_attn.kv_b_proj"
     attention_output: str = "self_attn.o_proj"
     log_rates: str = "linear_attn.A_log"
-    """Full name, as the next one."""
+    """Full name, as the next two."""
     step_biases: str = "linear_attn.dt_bias"
+    skips: str = "mixer.D"
     convolution: str = "linear_attn.conv1d"
     recurrent_norm: str = "linear_attn.norm"
     recurrent_inputs: str = "linear_attn.in_proj_qkvz"
     recurrent_gates: str = "linear_attn.in_proj_ba"
     recurrent_output: str = "linear_attn.out_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """Two matrices, or one that holds both."""
+    """Two matrices, or one that holds both, or the only one of a network without gates."""
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"
     selection_bias: str = "mlp.gate.e_score_correction_bias"
     """Full name."""
     expert: str = "mlp.experts.{}."
-    expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
     stacked_experts: Literal["", "transposed", "interleaved"] = ""
     """Of a safetensors file with one tensor for all experts of a layer: ``transposed``, [experts, in, out], gates
     before values; ``interleaved``: the same with alternating gates and values. The names of the single experts are
     those that the reader gives them.
     """
-    shared_gate_up: tuple[str, str] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+    shared_gate_up: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
     shared_down: str = "mlp.shared_experts.down_proj"
     shared_expert_gate: str = "mlp.shared_expert_gate"
     transposed: bool = False
@@ -103,6 +106,28 @@ _LLAMA_4 = replace(
     shared_gate_up=("feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"),
     shared_down="feed_forward.shared_expert.down_proj",
 )
+_NEMOTRON_H = TensorNames(
+    embedding="backbone.embeddings",
+    final_norm="backbone.norm_f",
+    layer="backbone.layers.{}.",
+    qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+    attention_output="mixer.o_proj",
+    log_rates="mixer.A_log",
+    step_biases="mixer.dt_bias",
+    convolution="mixer.conv1d",
+    recurrent_norm="mixer.norm",
+    recurrent_inputs="mixer.in_proj",
+    recurrent_output="mixer.out_proj",
+    gate_up=("mixer.up_proj",),
+    down="mixer.down_proj",
+    router="mixer.gate",
+    selection_bias="mixer.gate.e_score_correction_bias",
+    expert="mixer.experts.{}.",
+    expert_gate_up=("up_proj",),
+    shared_gate_up=("mixer.shared_experts.up_proj",),
+    shared_down="mixer.shared_experts.down_proj",
+    ignored_prefixes=("mtp.",),
+)
 _OTHERS = {
     "mistral3": _multimodal(_LLAMA, "vision_tower."),
     "starcoder2": replace(_LLAMA, gate_up=("mlp.c_fc",), down="mlp.c_proj"),
@@ -122,6 +147,7 @@ _OTHERS = {
     "gemma3_text": _GEMMA,
     "qwen2_moe": _QWEN_2_MOE,
     "qwen3_next": replace(_QWEN_2_MOE, ignored_prefixes=("mtp.",)),
+    "nemotron_h": _NEMOTRON_H,
     "mixtral": _MIXTRAL,
     "gpt2": TensorNames(
         embedding="transformer.wte",

@@ -16,6 +16,41 @@ DTYPES = ("bfloat16", "float32")
 
 def main() -> None:
     """Compile the kernels for models with these head dimensions and dtypes."""
+    chosen = _options()
+    os.environ[CACHE_VARIABLE] = chosen.folder
+    # Imported here because numba reads the variable at import.
+    import torch
+
+    from megatron_runtime.model.cache_layout import CacheLayout
+    from megatron_runtime.model.formats.coded_rows import CODINGS
+    from megatron_runtime.model.kernels import (
+        adapter_kernel,
+        cpu_attention,
+        delta_kernels,
+        mamba_kernels,
+        quantized_products,
+        row_kernels,
+    )
+    from megatron_runtime.model.kernels.kernel_compiler import compile_in_this_process
+
+    compile_in_this_process()
+    for is_chosen, kernels in ((chosen.gated_delta, delta_kernels), (chosen.mamba, mamba_kernels)):
+        if is_chosen:
+            kernels.prepare()
+    for name in chosen.dtype:
+        dtype = getattr(torch, name)
+        row_kernels.prepare(dtype)
+        adapter_kernel.prepare(dtype)
+        for head_dim in chosen.head_dim:
+            cpu_attention.prepare(CacheLayout(1, 1, head_dim, head_dim), dtype)
+        for kind in chosen.quantization:
+            quantized_products.prepare(CODINGS[kind], dtype)
+        if chosen.latent_dim is not None:
+            rank, rotated = chosen.latent_dim
+            cpu_attention.prepare(CacheLayout(1, 1, rank + rotated, rank, values_in_keys=True), dtype)
+
+
+def _options() -> argparse.Namespace:
     # Imported here, because processes that only need the name of the variable start faster without it.
     from megatron_runtime.model.formats.coded_rows import CODINGS
 
@@ -30,37 +65,10 @@ def main() -> None:
         help="of a model with multi-head latent attention",
     )
     parser.add_argument("--gated-delta", action="store_true", help="for a model with gated delta layers")
+    parser.add_argument("--mamba", action="store_true", help="for a model with Mamba-2 layers")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=list(DTYPES), help="of their weights in memory")
     parser.add_argument("--quantization", choices=CODINGS, nargs="+", default=[], help="of their GGUF files")
-    chosen = parser.parse_args()
-    os.environ[CACHE_VARIABLE] = chosen.folder
-    # Imported here because numba reads the variable at import.
-    import torch
-
-    from megatron_runtime.model.cache_layout import CacheLayout
-    from megatron_runtime.model.kernels import (
-        adapter_kernel,
-        cpu_attention,
-        delta_kernels,
-        quantized_products,
-        row_kernels,
-    )
-    from megatron_runtime.model.kernels.kernel_compiler import compile_in_this_process
-
-    compile_in_this_process()
-    if chosen.gated_delta:
-        delta_kernels.prepare()
-    for name in chosen.dtype:
-        dtype = getattr(torch, name)
-        row_kernels.prepare(dtype)
-        adapter_kernel.prepare(dtype)
-        for head_dim in chosen.head_dim:
-            cpu_attention.prepare(CacheLayout(1, 1, head_dim, head_dim), dtype)
-        for kind in chosen.quantization:
-            quantized_products.prepare(CODINGS[kind], dtype)
-        if chosen.latent_dim is not None:
-            rank, rotated = chosen.latent_dim
-            cpu_attention.prepare(CacheLayout(1, 1, rank + rotated, rank, values_in_keys=True), dtype)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

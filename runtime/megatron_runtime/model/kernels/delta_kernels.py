@@ -8,27 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import float32, int64, njit, prange, void
+from numba import float32, njit, prange, void
 
 from megatron_runtime.model.kernels.compiled import compile_kernel, exponential, logistic
 from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
+from megatron_runtime.model.kernels.recurrent_kernels import FLOATS, INTEGERS, convolution_kernel, softplus
 
 EPS = 1e-6
 """Added to the squares of queries and keys, whose norm is made one."""
-_FLOATS = {1: float32[::1], 2: float32[:, ::1], 3: float32[:, :, ::1], 4: float32[:, :, :, ::1]}
-"""Contiguous arrays by their number of dimensions."""
-_INTEGERS = int64[::1]
-
-
-@njit(inline="always")
-def _softplus(x: Any) -> Any:
-    return x if x > np.float32(20) else np.log1p(exponential(x))
-
-
-@njit(inline="always")
-def _input(own: Any, state: Any, place: Any, channel: Any) -> Any:
-    """The input at this place among those of the pass, or before them: among the last ones before the pass."""
-    return own[place, channel] if place >= 0 else state[place + len(state), channel]
 
 
 @njit(inline="always")
@@ -45,41 +32,6 @@ def prepare() -> None:
     convolution_kernel()
     delta_kernel()
     gated_norm_kernel()
-
-
-@kernel_factory
-def convolution_kernel() -> Kernel:
-    """``silu`` of the causal convolution of each channel.
-
-    Arguments: inputs [T, channels]; weight [taps, channels]; states [slots, taps - 1, channels], the last inputs of
-    each sequence; slots, starts and is_new of the requests; outputs [T, channels]; bounds of the threads' channels.
-    """
-
-    def convolve(
-        inputs: Any, weight: Any, states: Any, slots: Any, starts: Any, is_new: Any, outputs: Any, bounds: Any
-    ) -> None:
-        before = weight.shape[0] - 1
-        for share in prange(len(bounds) - 1):
-            for request in range(len(slots)):
-                first, end = starts[request], starts[request + 1]
-                state = states[slots[request], :, bounds[share] : bounds[share + 1]]
-                if is_new[request]:
-                    state[:] = np.float32(0)
-                own = inputs[first:end, bounds[share] : bounds[share + 1]]
-                for row in range(first, end):
-                    for channel in range(own.shape[1]):
-                        total = np.float32(0)
-                        for tap in range(before + 1):
-                            value = _input(own, state, row - first + tap - before, channel)
-                            total += weight[tap, bounds[share] + channel] * value
-                        outputs[row, bounds[share] + channel] = total * logistic(total)
-                for place in range(before):
-                    for channel in range(own.shape[1]):
-                        state[place, channel] = _input(own, state, end - first + place - before, channel)
-
-    rows, states = _FLOATS[2], _FLOATS[3]
-    signature = void(rows, rows, states, _INTEGERS, _INTEGERS, _INTEGERS, rows, _INTEGERS)
-    return compile_kernel(convolve, signature, fast=False)
 
 
 @kernel_factory
@@ -109,7 +61,7 @@ def delta_kernel() -> Kernel:
                         query[:] = queries[row, head // together]
                         key[:] = keys[row, head // together]
                         of_query, of_key = _inverse_norm(query, key_dim), _inverse_norm(key, 1)
-                        decay = exponential(-rates[head] * _softplus(steps[row, head] + biases[head]))
+                        decay = exponential(-rates[head] * softplus(steps[row, head] + biases[head]))
                         update[:] = np.float32(0)
                         for place in range(key_dim):
                             query[place] *= of_query
@@ -127,10 +79,10 @@ def delta_kernel() -> Kernel:
                                 state[place, channel] += key[place] * update[channel]
                                 outputs[row, head, channel] += state[place, channel] * query[place]
 
-    heads, each = _FLOATS[3], _FLOATS[1]
-    requests = (_INTEGERS,) * 3
+    heads, each = FLOATS[3], FLOATS[1]
+    requests = (INTEGERS,) * 3
     views, flat = float32[:, :, :], float32[:, :]
-    signature = void(views, views, views, flat, flat, each, each, _FLOATS[4], *requests, heads, _INTEGERS)
+    signature = void(views, views, views, flat, flat, each, each, FLOATS[4], *requests, heads, INTEGERS)
     return compile_kernel(apply, signature, fast=False)
 
 
@@ -153,5 +105,5 @@ def gated_norm_kernel() -> Kernel:
                     gate = gates[row, channel]
                     rows[row, channel] = weight[channel] * (rows[row, channel] * inverse) * (gate * logistic(gate))
 
-    rows = _FLOATS[2]
-    return compile_kernel(normalize, void(rows, float32[:, :], _FLOATS[1], float32, _INTEGERS), fast=False)
+    rows = FLOATS[2]
+    return compile_kernel(normalize, void(rows, float32[:, :], FLOATS[1], float32, INTEGERS), fast=False)

@@ -17,6 +17,7 @@ from megatron_runtime.model.formats.families import (
     llama4,
     mistral,
     mixture,
+    nemotron,
     olmo,
     qwen3_next,
 )
@@ -47,6 +48,7 @@ FAMILIES: Mapping[str, Callable[[ConfigFields], ModelConfig]] = {
     "qwen2_moe": mixture.qwen2_moe,
     "qwen3_moe": mixture.qwen3_moe,
     "qwen3_next": qwen3_next.qwen3_next,
+    "nemotron_h": nemotron.nemotron_h,
     "olmoe": mixture.olmoe,
     "minimax_m2": mixture.minimax_m2,
     "llama4_text": llama4.llama4_text,
