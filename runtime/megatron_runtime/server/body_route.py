@@ -8,6 +8,7 @@ from email.message import Message
 from functools import lru_cache
 from typing import Any, ClassVar, get_type_hints
 
+import numpy as np
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
@@ -26,6 +27,12 @@ MAX_VALUES = 2**20
 """Of lists and objects in a body: so many take a tenth of a second, in which the thread that parses and validates them
 keeps the interpreter from all others.
 """
+MAX_CONTAINERS = 2**15
+"""Objects and lists in a body. ``{},`` takes 3 bytes of it and 72 of memory, so that many of them multiply its size."""
+BYTES_PER_CONTAINER = 16
+"""Larger bodies may have one for so many bytes; short messages with parts have one for 25."""
+_PIECE = 2**20
+"""Bytes whose objects and lists are counted at once."""
 _FAST_PARSER_BYTES = 2**20
 """Bodies beyond it are parsed by pydantic's parser, whose errors are less precise: the thread that parses keeps the
 interpreter from all others meanwhile.
@@ -105,12 +112,30 @@ def _content(raw: bytes) -> Any:
     if (commas := raw.count(b",")) > MAX_VALUES:
         message = f"the body has about {commas} values; send at most {MAX_VALUES} in one request"
         raise ApiError(400, message, param=None)
+    if (containers := _containers(raw)) > (limit := max(MAX_CONTAINERS, len(raw) // BYTES_PER_CONTAINER)):
+        message = f"the body has {containers} objects and lists in {len(raw)} bytes; send at most {limit}"
+        raise ApiError(400, message, param=None)
     try:
         return json.loads(raw) if len(raw) <= _FAST_PARSER_BYTES else from_json(raw, cache_strings=False)
     except json.JSONDecodeError as error:
         raise _invalid_json(error.msg, error.pos) from error
     except (ValueError, RecursionError) as error:
         raise _invalid_json(str(error), 0) from error
+
+
+def _containers(raw: bytes) -> int:
+    """The number of objects and lists, outside of texts if there are many."""
+    if (count := raw.count(b"{") + raw.count(b"[")) <= MAX_CONTAINERS:
+        return count
+    # Behind this, each quotation mark begins or ends a text.
+    body = np.frombuffer(raw.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+    count, in_text = 0, np.False_
+    for start in range(0, len(body), _PIECE):
+        piece = body[start : start + _PIECE]
+        texts = np.logical_xor.accumulate(piece == ord('"')) ^ in_text
+        count += int(np.count_nonzero(((piece == ord("{")) | (piece == ord("["))) & ~texts))
+        in_text = texts[-1]
+    return count
 
 
 def _invalid_json(message: str, position: int) -> RequestValidationError:
