@@ -39,6 +39,12 @@ async def add_node(api: Api, name: str, rack: str) -> None:
     ready = {"type": "Ready", "status": "True", "reason": "Simulated"}
     status = {"capacity": room, "allocatable": room, "conditions": [ready]}
     await api.merge(f"/api/v1/nodes/{name}/status", {"status": status})
+    # A new node is tainted until the controller manager has seen its status; a preferred node would be passed over.
+    while True:
+        found = await api.get(f"/api/v1/nodes/{name}")
+        if not found["spec"].get("taints"):
+            return
+        await asyncio.sleep(0.1)
 
 
 async def node_of(api: Api, namespace: str, pod: str) -> str:
