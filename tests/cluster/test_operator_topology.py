@@ -1,7 +1,7 @@
 """Placement of the pods of a group by the real scheduler, and resource claims on an API server without them."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,15 @@ def scheduled(control_plane: Cluster, tmp_path_factory: pytest.TempPathFactory) 
         yield cluster
 
 
+async def until(api: Api, path: str, is_so: Callable[[Json], bool]) -> Json:
+    """The spec of an object, as soon as the condition holds for it."""
+    while True:
+        spec: Json = (await api.get(path))["spec"]
+        if is_so(spec):
+            return spec
+        await asyncio.sleep(0.1)
+
+
 async def add_node(api: Api, name: str, rack: str) -> None:
     """A node with room for one pod."""
     metadata = {"name": name, "labels": {RACK: rack, "kubernetes.io/hostname": name}}
@@ -40,20 +49,13 @@ async def add_node(api: Api, name: str, rack: str) -> None:
     status = {"capacity": room, "allocatable": room, "conditions": [ready]}
     await api.merge(f"/api/v1/nodes/{name}/status", {"status": status})
     # A new node is tainted until the controller manager has seen its status; a preferred node would be passed over.
-    while True:
-        found = await api.get(f"/api/v1/nodes/{name}")
-        if not found["spec"].get("taints"):
-            return
-        await asyncio.sleep(0.1)
+    await until(api, f"/api/v1/nodes/{name}", lambda spec: not spec.get("taints"))
 
 
 async def node_of(api: Api, namespace: str, pod: str) -> str:
     """The node of the pod, as soon as it has one."""
-    while True:
-        found = await api.get(f"/api/v1/namespaces/{namespace}/pods/{pod}")
-        if node := found["spec"].get("nodeName"):
-            return str(node)
-        await asyncio.sleep(0.1)
+    spec = await until(api, f"/api/v1/namespaces/{namespace}/pods/{pod}", lambda spec: bool(spec.get("nodeName")))
+    return str(spec["nodeName"])
 
 
 def pod_of(namespace: str, index: int, mode: str) -> Json:

@@ -79,7 +79,7 @@ class DraftModel:
         due = self._due(slices)
         active = [index for index, part in due.items() if part.samples]
         try:
-            sampled = self._run(list(due.values())) if due else []
+            sampled = self._run(list(due.values()))
             while active:
                 for index, token in zip(active, sampled, strict=True):
                     if token != NO_TOKEN:
@@ -91,7 +91,7 @@ class DraftModel:
                     for index, token in zip(active, sampled, strict=True)
                     if token != NO_TOKEN and len(drafts[index]) < slices[index].max_drafts
                 ]
-                sampled = self._run([_last_token(slices[index]) for index in active]) if active else []
+                sampled = self._run([_last_token(slices[index]) for index in active])
         finally:
             for part, drafted in zip(slices, drafts, strict=True):
                 del part.sequence.tokens[len(part.sequence.tokens) - len(drafted) :]
@@ -123,6 +123,8 @@ class DraftModel:
 
     def _run(self, rows: list[SequenceSlice]) -> list[int]:
         """The tokens sampled after those of the slices that sample."""
+        if not rows:
+            return []
         logits = self._draft(replace(self._context.forward_batch(rows), adapters=None), self._cache)
         if not any(part.samples for part in rows):
             return []

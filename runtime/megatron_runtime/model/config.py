@@ -248,7 +248,7 @@ class ModelConfig:
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     def recurrence_of(self, layer: int) -> RecurrentConfig | None:
-        """The recurrence of ``layer``; None for attention."""
+        """The recurrence of ``layer``; None if it has none."""
         return None if self.recurrent is None or layer not in self.recurrent.layers else self.recurrent
 
     def check(self, source: str) -> None:

@@ -44,8 +44,7 @@ class GatedDeltaNet(nn.Module):
         queries, keys, values, gates = torch.split(projected, widths, dim=-1)
         strengths, steps = self.gates(hidden).float().view(count, sizes.key_heads, 2, together).unbind(2)
         mixed = torch.cat([each.flatten(1) for each in (queries, keys, values)], dim=1)
-        no_bias = mixed.new_zeros(sizes.channels)
-        mixed = plan.convolve(mixed, self.convolution, no_bias, inputs_of_convolution)
+        mixed = plan.convolve(mixed, self.convolution, None, inputs_of_convolution)
         queries, keys, values = torch.split(mixed, [sizes.keys, sizes.keys, sizes.values], dim=1)
         inputs = DeltaInputs(
             queries=queries.reshape(count, sizes.key_heads, sizes.key_dim),

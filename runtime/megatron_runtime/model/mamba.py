@@ -41,8 +41,7 @@ class Mamba2(nn.Module):
         sizes, count = self.sizes, len(hidden)
         inputs_of_convolution, matrices = cache
         gates, mixed, steps = torch.split(self.inputs(hidden).float(), self.widths, dim=1)
-        bias = self.convolution.new_zeros(sizes.channels) if self.convolution_bias is None else self.convolution_bias
-        mixed = plan.convolve(mixed.contiguous(), self.convolution, bias, inputs_of_convolution)
+        mixed = plan.convolve(mixed.contiguous(), self.convolution, self.convolution_bias, inputs_of_convolution)
         values, keys, queries = torch.split(mixed, [sizes.values, sizes.keys, sizes.keys], dim=1)
         inputs = ScanInputs(
             queries=queries.view(count, sizes.key_heads, sizes.key_dim),

@@ -72,18 +72,20 @@ class RecurrentPlan:
         self._starts = batch.query_starts.long()
         self._is_new = (batch.context_lengths == batch.query_starts.diff()).long()
 
-    def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor, states: Tensor) -> Tensor:
+    def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor) -> Tensor:
         """``silu`` of the causal convolution of each channel; updates the states.
 
         Args:
             inputs: float32 [T, channels].
             weight: float32 [taps, channels].
-            bias: float32 [channels].
+            bias: float32 [channels], or None.
             states: float32 [slots, taps - 1, channels], the last inputs of each sequence.
 
         Returns:
             float32 [T, channels].
         """
+        if bias is None:
+            bias = inputs.new_zeros(inputs.shape[1])
         if inputs.device.type != "cpu":
             return self.convolve_in_torch(inputs, weight, bias, states)
         outputs = torch.empty_like(inputs)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_support.recurrent_plans import CLOSE, LENGTHS, garbage, plan_of, random
+from runtime_support.recurrent_plans import CLOSE, LENGTHS, garbage, mixed_config, plan_of, random
 from torch import Tensor
 from transformers.models.nemotron_h.modeling_nemotron_h import (
     NemotronHRMSNormGated,
@@ -126,22 +126,8 @@ def test_the_norm_of_groups_with_a_gate() -> None:
 
 def model_config(**changes: Any) -> ModelConfig:
     """Mamba-2, a feed-forward network, attention and another network, each in a layer of its own."""
-    config = ModelConfig(
-        architecture="mixed",
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_layers=4,
-        num_attention_heads=2,
-        num_kv_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        recurrent=SIZES,
-        feed_forward_layers=frozenset({1, 3}),
-    )
-    return replace(config, **changes)
+    fields = {"num_layers": 4, "recurrent": SIZES, "feed_forward_layers": frozenset({1, 3})}
+    return mixed_config(**(fields | changes))
 
 
 def test_a_layer_has_the_cache_of_its_mixer() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_support.recurrent_plans import CLOSE, LENGTHS, garbage, plan_of, random
+from runtime_support.recurrent_plans import CLOSE, LENGTHS, garbage, mixed_config, plan_of, random
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
@@ -135,20 +135,7 @@ def test_a_pool_is_divided_into_states_and_blocks(
 
 def model_config(**changes: Any) -> ModelConfig:
     """Three layers, the second of them with attention; ``changes`` are fields of the recurrent layers."""
-    return ModelConfig(
-        architecture="mixed",
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_layers=3,
-        num_attention_heads=2,
-        num_kv_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        recurrent=replace(SIZES, **changes),
-    )
+    return mixed_config(num_layers=3, recurrent=replace(SIZES, **changes))
 
 
 @pytest.mark.parametrize("name", ["tensor", "pipeline", "expert"])

@@ -1,10 +1,13 @@
-"""Requests of recurrent layers without a model: their plans, inputs and states."""
+"""Recurrent layers without weights: their configuration, and the plans, inputs and states of requests."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.recurrence import RecurrentPlan
 
@@ -29,3 +32,20 @@ def random(*shape: int) -> Tensor:
 def garbage(*shape: int) -> Tensor:
     """States of earlier requests, which new ones must not read."""
     return torch.full((len(LENGTHS) + 1, *shape), torch.nan)
+
+
+def mixed_config(**fields: Any) -> ModelConfig:
+    """A small model; ``fields`` say how many layers it has, and which are recurrent."""
+    return ModelConfig(
+        architecture="mixed",
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_attention_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        **fields,
+    )

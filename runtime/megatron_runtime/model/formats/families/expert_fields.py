@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.config import ExpertsConfig, RoutingConfig
 from megatron_runtime.model.formats.config_fields import MISSING, ConfigFields
@@ -47,17 +49,21 @@ def deepseek_v3_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
     """
     fields.refuse("scoring_func", "sigmoid")
     fields.refuse("topk_method", "noaux_tc")
-    routing = RoutingConfig(
+    return _deepseek_experts(fields, layers, deepseek_v3_routing(fields))
+
+
+def deepseek_v3_routing(fields: ConfigFields, *, multiplier: Any = MISSING, groups: Any = MISSING) -> RoutingConfig:
+    """The router of DeepSeek-V3; ``multiplier`` and ``groups`` are defaults."""
+    return RoutingConfig(
         scores="sigmoid",
         normalize_weights=fields.get("norm_topk_prob", True, bool),
-        weight_multiplier=fields.positive("routed_scaling_factor", MISSING),
+        weight_multiplier=fields.positive("routed_scaling_factor", multiplier),
         has_selection_bias=True,
-        groups=fields.get("n_group", MISSING, int),
-        groups_per_token=fields.get("topk_group", MISSING, int),
+        groups=fields.get("n_group", groups, int),
+        groups_per_token=fields.get("topk_group", groups, int),
         group_scores="top_2_sum",
         in_float32=True,
     )
-    return _deepseek_experts(fields, layers, routing)
 
 
 def _deepseek_experts(fields: ConfigFields, layers: int, routing: RoutingConfig) -> ExpertsConfig:

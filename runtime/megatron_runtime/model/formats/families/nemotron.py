@@ -6,8 +6,9 @@ import math
 from typing import Any
 
 from megatron_runtime.errors import CheckpointError
-from megatron_runtime.model.config import ExpertsConfig, ModelConfig, RoutingConfig, check_num_layers
+from megatron_runtime.model.config import ExpertsConfig, ModelConfig, check_num_layers
 from megatron_runtime.model.formats.config_fields import MISSING, ConfigFields
+from megatron_runtime.model.formats.families.expert_fields import deepseek_v3_routing
 from megatron_runtime.model.recurrent_config import Mamba2Config
 
 _KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
@@ -119,21 +120,11 @@ def _step_limits(fields: ConfigFields) -> tuple[float, float]:
 def _experts(fields: ConfigFields, kinds: list[str]) -> ExpertsConfig:
     """The experts of DeepSeek-V3 without gates."""
     fields.refuse("mlp_bias", False)  # experts would have none, but the shared one
-    routing = RoutingConfig(
-        scores="sigmoid",
-        normalize_weights=fields.get("norm_topk_prob", True, bool),
-        weight_multiplier=fields.positive("routed_scaling_factor", 1.0),
-        has_selection_bias=True,
-        groups=fields.get("n_group", 1, int),
-        groups_per_token=fields.get("topk_group", 1, int),
-        group_scores="top_2_sum",
-        in_float32=True,
-    )
     return ExpertsConfig(
         count=fields.get("n_routed_experts", MISSING, int),
         per_token=fields.get("num_experts_per_tok", 2, int),
         intermediate_size=fields.get("moe_intermediate_size", MISSING, int),
-        routing=routing,
+        routing=deepseek_v3_routing(fields, multiplier=1.0, groups=1),
         dense_layers=frozenset(range(len(kinds))) - _layers_of(kinds, "moe"),
         shared_intermediate_size=fields.get("moe_shared_expert_intermediate_size", MISSING, int),
     )
