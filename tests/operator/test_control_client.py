@@ -7,6 +7,7 @@ import contextlib
 import gzip
 import itertools
 import json
+import socket
 import sys
 import threading
 import tracemalloc
@@ -22,6 +23,8 @@ from megatron_operator.control_client import KEEPALIVE_TIMEOUT, ControlApiUnreac
 from megatron_operator.observed_state import EngineState, Loading, ObservedReplica, Signal, SignalRefused
 
 HOST = "127.0.0.1"
+ESTABLISHED = "01"
+"""The state of an open connection in /proc."""
 KEEPALIVE = "02"
 """The kind of a timer in /proc."""
 STATE = {
@@ -82,9 +85,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def timer_of_connection_to(port: int) -> tuple[str, int]:
-    """The kind of the kernel's timer, and the hundredths of a second until it fires."""
+    """The kind of the kernel's timer of an open connection, and the hundredths of a second until it fires."""
     connections = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    kind, left = next(fields[5] for fields in connections if fields[2].endswith(f":{port:04X}")).split(":")
+    wanted = f":{port:04X}", ESTABLISHED
+    kind, left = next(fields[5] for fields in connections if (fields[2][-5:], fields[3]) == wanted).split(":")
     return kind, int(left, 16)
 
 
@@ -241,6 +245,8 @@ async def test_a_signal_without_a_reachable_pod_fails_as_unreachable(launcher: L
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's timers are read from /proc")
 async def test_a_waiting_poll_uses_tcp_keepalive(launcher: Launcher, client: ControlClient) -> None:
+    for _ in range(20):  # leaves closed connections to this port, as a server before it may have
+        socket.create_connection(launcher.server_address[:2]).close()
     launcher.has_news.clear()
     polling = asyncio.create_task(client.state(HOST, after=17, wait=20))
     assert await asyncio.to_thread(launcher.was_asked.wait, 20)
