@@ -30,6 +30,8 @@ CUDA_TOKENS_PER_PASS = 16384
 """Default of the most tokens in one forward pass on a GPU."""
 DEFAULT_MAX_REQUESTS = 256
 """Default of the most requests in one forward pass, if the pool has as many blocks."""
+SAME_VOCABULARY = "use a draft model with the same vocabulary, usually a smaller one of the same family"
+"""The remedy for a draft model whose tokens are not those of the served model."""
 
 _Enum = TypeVar("_Enum", bound=StrEnum)
 

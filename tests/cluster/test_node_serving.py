@@ -17,7 +17,7 @@ import pytest
 import yaml
 from chart_support.helm import NAMESPACE
 from cluster_support.cluster import wait_until
-from node_support.node import Node
+from node_support.node import SECONDS_TO_REMOVE_A_POD, Node
 from node_support.port_forward import PortForward
 from node_support.stage import Stage
 from operator_support.questions import QUESTION, ask, check_requests_wait
@@ -172,10 +172,11 @@ async def test_scaling_under_load_answers_every_request(
 async def test_an_upgrade_replaces_the_operator_and_leaves_the_models_alone(
     real_stage: Stage, sample: Resource, client: openai.AsyncOpenAI
 ) -> None:
-    leader, operator = f"{sample.name}-0-0-0", real_stage.operator_pods()
+    leader, operator = f"{sample.name}-0-0-0", set(real_stage.operator_pods())
     uid = (await sample.get("pod", leader))["metadata"]["uid"]
     await asyncio.to_thread(real_stage.upgrade, "--set", "logging.verbose=true")
-    wait_until(lambda: set(real_stage.operator_pods()).isdisjoint(operator), "the older operator to go", 60)
+    is_gone = operator.isdisjoint
+    wait_until(lambda: is_gone(real_stage.operator_pods()), "the older operator to go", SECONDS_TO_REMOVE_A_POD)
     await sample.patch({"lifecycle": "Paused"})
     await sample.until_phase("Paused")
     await sample.patch({"lifecycle": "Running"})
@@ -186,8 +187,8 @@ async def test_an_upgrade_replaces_the_operator_and_leaves_the_models_alone(
 
 async def test_a_stopped_resource_has_no_pods(sample: Resource) -> None:
     await sample.patch({"lifecycle": "Stopped"})
-    await sample.until_phase("Stopped", within=90)
-    await sample.until_pods()
+    await sample.until_phase("Stopped", within=SECONDS_TO_REMOVE_A_POD)
+    await sample.until_pods(within=SECONDS_TO_REMOVE_A_POD)
 
 
 async def test_a_suspended_pod_releases_the_memory_of_its_weights_and_loads_them_again(
@@ -207,7 +208,7 @@ async def test_a_suspended_pod_releases_the_memory_of_its_weights_and_loads_them
     await thrifty.patch({"lifecycle": "Running"})
     await thrifty.until_phase("Running")
     assert await asyncio.to_thread(memory_of, thrifty) > suspended + WEIGHTS // 2
-    await thrifty.kubectl("delete", "mi", thrifty.name, "--timeout=90s")
+    await thrifty.kubectl("delete", "mi", thrifty.name, "--timeout=50s")
 
 
 async def test_a_replica_group_of_two_pods_answers(real_stage: Stage, stage_namespace: str) -> None:
@@ -217,8 +218,8 @@ async def test_a_replica_group_of_two_pods_answers(real_stage: Stage, stage_name
     assert (status["replicaGroups"][0]["readyPods"], status["replicaGroups"][0]["totalPods"]) == (2, 2)
     said = await asyncio.to_thread(real_stage.run_in_pod, stage_namespace, ASK_AND_STREAM, status["url"], QUESTION)
     assert json.loads(said)["whole"] == "The capital of France is Paris."
-    await spread.kubectl("delete", "mi", spread.name, "--timeout=90s")
-    await spread.until_gone("pods", "services", "secrets", within=90)
+    await spread.kubectl("delete", "mi", spread.name, "--timeout=50s")
+    await spread.until_gone("pods", "services", "secrets", within=SECONDS_TO_REMOVE_A_POD)
 
 
 async def test_a_job_fills_a_folder_of_the_node_and_a_pod_reads_it(
@@ -249,7 +250,7 @@ async def test_a_job_fills_a_folder_of_the_node_and_a_pod_reads_it(
     said = await cached.kubectl("exec", "cached-0-0-0", "--", *ask)
     assert json.loads(said)["whole"] == "The capital of France is Paris."
     await cached.kubectl("delete", "pod", "hub", "--grace-period=1")
-    await cached.kubectl("delete", "mi", "cached", "--timeout=90s")
+    await cached.kubectl("delete", "mi", "cached", "--timeout=50s")
 
 
 async def test_gpus_are_requested_and_too_many_are_reported_with_the_numbers(
@@ -269,7 +270,7 @@ async def test_gpus_are_requested_and_too_many_are_reported_with_the_numbers(
     message = condition(status, "Ready")["message"]
     assert f"0/1 nodes are available: 1 Insufficient {GPU}" in message, message
     for resource in (fits, too_many):
-        await resource.kubectl("delete", "mi", resource.name, "--timeout=90s")
+        await resource.kubectl("delete", "mi", resource.name, "--timeout=50s")
 
 
 async def test_requests_through_the_activator_start_an_idle_model_and_all_are_answered(
@@ -283,7 +284,7 @@ async def test_requests_through_the_activator_start_an_idle_model_and_all_are_an
     resource["spec"] |= {"replicas": 1, "autoSuspend": {"idleAfter": "1s", "stopAfter": "1s"}}
     await seldom.kubectl("apply", "--validate=false", "-f", "-", input=json.dumps(resource))
     await seldom.until(lambda status: reason(status) == "IdleStopped", "the stop", within=300)
-    await seldom.until_pods()
+    await seldom.until_pods(within=SECONDS_TO_REMOVE_A_POD)
     with PortForward(seldom.cluster, NAMESPACE, ACTIVATOR, 8080, tmp_path) as forwarded:
         url = f"{forwarded.url}/{stage_namespace}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="unused", max_retries=0, timeout=300) as client:
@@ -293,14 +294,14 @@ async def test_requests_through_the_activator_start_an_idle_model_and_all_are_an
     assert [text for _, text in answers] == ["The capital of France is Paris."] * 8
     with capsys.disabled():
         print(f"\nfirst token of SmolLM2 {min(first for first, _ in answers):.1f} s after a request without pods")
-    await seldom.kubectl("delete", "mi", seldom.name, "--timeout=90s")
+    await seldom.kubectl("delete", "mi", seldom.name, "--timeout=50s")
 
 
 async def test_an_uninstalled_release_leaves_only_the_definition(real_stage: Stage, sample: Resource) -> None:
-    await sample.kubectl("delete", "mi", sample.name, "--timeout=100s")
-    await sample.until_gone("pods", "services", "secrets", "networkpolicies", within=90)
+    await sample.kubectl("delete", "mi", sample.name, "--timeout=50s")
+    await sample.until_gone("pods", "services", "secrets", "networkpolicies", within=SECONDS_TO_REMOVE_A_POD)
     real_stage.uninstall()
-    wait_until(lambda: not real_stage.operator_pods(), "the operator's pod to go", 60)
+    wait_until(lambda: not real_stage.operator_pods(), "the operator's pod to go", SECONDS_TO_REMOVE_A_POD)
     selector = "app.kubernetes.io/instance=megatron"
     kinds = "deployments,services,serviceaccounts,networkpolicies,clusterroles,clusterrolebindings,roles,rolebindings"
     words = ("get", kinds, "-n", NAMESPACE, "-l", selector, "-o", "name", "--ignore-not-found")

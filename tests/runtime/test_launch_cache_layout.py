@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from runtime_support.small_facts import PLENTY
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.inspection import inspect_source
-from megatron_runtime.launch.memory import AvailableMemory
 from megatron_runtime.launch.options import EngineOptions, LaunchOptions, ModelSource
 from megatron_runtime.launch.preflight import plan_engine
 from megatron_runtime.model.checkpoint import inspect_checkpoint
@@ -43,7 +43,7 @@ async def test_the_preflight_counts_on_the_bytes_that_the_caches_take(
     largest = max(cache_bytes(tmp_path, ParallelSizes(**sizes)))
     assert facts.cache_layout.block_bytes(BLOCK, 4) * BLOCKS == largest
     options = LaunchOptions(model=source, engine=replace(engine, kv_cache_bytes=largest))
-    plan = plan_engine(options, facts, AvailableMemory(2**40, "free on this machine"))
+    plan = plan_engine(options, facts, PLENTY)
     assert plan.max_sequence_length == BLOCK * BLOCKS
 
 

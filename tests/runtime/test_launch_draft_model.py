@@ -8,26 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runtime_support.small_facts import BYTES_PER_TOKEN, PLENTY, SMALL_FACTS
 
 from megatron_runtime.errors import ConfigurationError
-from megatron_runtime.launch.inspection import CheckpointFacts
-from megatron_runtime.launch.memory import AvailableMemory
 from megatron_runtime.launch.options import EngineOptions, LaunchOptions, ModelSource
 from megatron_runtime.launch.preflight import plan_engine
-from megatron_runtime.model.cache_layout import CacheLayout
 
-FACTS = CheckpointFacts(
-    path="/m",
-    architecture="llama",
-    parameters=1000,
-    longest=512,
-    layers=4,
-    cache_layout=CacheLayout(num_layers=4, heads=2, key_width=16, value_width=16),
-    vocabulary=50,
-)
-BLOCK = 16 * 2 * 4 * 2 * 16 * 4
+FACTS = replace(SMALL_FACTS, vocabulary=50)
+BLOCK = 16 * BYTES_PER_TOKEN
 """Bytes of a block of the served model."""
-PLENTY = AvailableMemory(2**40, "free on this machine")
 
 
 def options(path: Path, **engine: Any) -> LaunchOptions:

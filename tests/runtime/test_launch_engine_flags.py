@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from runtime_support.byte_backend import byte_backend
+from runtime_support.small_facts import PLENTY, SMALL_FACTS
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 from tokenizers import models
 from typer.testing import CliRunner
@@ -16,23 +17,11 @@ from typer.testing import CliRunner
 from megatron_runtime import cli, rank
 from megatron_runtime.errors import CheckpointError, ConfigurationError, EngineError
 from megatron_runtime.launch.draft_model import load_draft_model
-from megatron_runtime.launch.inspection import CheckpointFacts
-from megatron_runtime.launch.memory import AvailableMemory
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.preflight import plan_engine
 from megatron_runtime.launch.rank_options import RankOptions, RankPlan
 from megatron_runtime.launch.tasks import rank_plan, rank_task
-from megatron_runtime.model.cache_layout import CacheLayout
 from megatron_runtime.model.tokenizer import Tokenizer, load_tokenizer
-
-FACTS = CheckpointFacts(
-    path="/m",
-    architecture="llama",
-    parameters=1000,
-    longest=512,
-    layers=4,
-    cache_layout=CacheLayout(num_layers=4, heads=2, key_width=16, value_width=16),
-)
 
 
 class Link:
@@ -51,9 +40,9 @@ def rank_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(cli, "_run", lambda launch: seen.append(launch) or 0)
         done = CliRunner().invoke(cli.app, ["--model", str(tmp_path), *flags])
         assert done.exit_code == 0, done.output
-        plan = plan_engine(seen[0], FACTS, AvailableMemory(2**40, "free"))
+        plan = plan_engine(seen[0], SMALL_FACTS, PLENTY)
         task = rank_task(seen[0], rank=0, key=None)
-        later = rank_plan(FACTS, plan, address="tcp://127.0.0.1:1").serialize()
+        later = rank_plan(SMALL_FACTS, plan, address="tcp://127.0.0.1:1").serialize()
         given = json.loads(json.dumps({**task.options, **later}))
         return RankOptions.deserialize(given), RankPlan.deserialize(given)
 

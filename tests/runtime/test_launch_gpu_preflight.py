@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runtime_support.small_facts import PLENTY
 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.device_memory import device_memory
@@ -16,8 +17,6 @@ from megatron_runtime.launch.options import EngineOptions, LaunchOptions, ModelS
 from megatron_runtime.launch.preflight import plan_engine
 from megatron_runtime.launch.quantity import parse_bytes
 from megatron_runtime.model.cache_layout import CacheLayout
-
-PLENTY = AvailableMemory(2**40, "free on this machine")
 
 MODEL_8B = CheckpointFacts(
     path="/m",

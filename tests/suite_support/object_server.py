@@ -6,16 +6,16 @@ Its requirements exclude those of the Kubernetes client, so that it is not among
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 from obstore.store import S3Store
+from suite_support.worker import free_port
 
 TESTS = Path(__file__).parents[1]
 for folder in (TESTS / "cluster", TESTS / "runtime" / "server" / "clients"):
@@ -51,32 +51,39 @@ class ObjectServer:
 @contextmanager
 def object_server(*buckets: str) -> Iterator[ObjectServer]:
     """A server with these buckets."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    server = ObjectServer(free_port())
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [further_python.find(os.environ), "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        server = ObjectServer(port)
-        _wait(server, process)
+    place = ("-H", "127.0.0.1", "-p", server.url.rpartition(":")[2])
+    command = [further_python.find(os.environ), "-m", "moto.server", *place]
+    with server_process(command, environment, lambda client: client.get(f"{server.url}/moto-api/")):
         with httpx.Client(trust_env=False) as client:
             for bucket in buckets:
                 client.put(f"{server.url}/{bucket}").raise_for_status()
         yield server
+
+
+@contextmanager
+def server_process(
+    command: Sequence[str | Path], environment: Mapping[str, str], greet: Callable[[httpx.Client], object]
+) -> Iterator[None]:
+    """Runs a server during the block, which begins when ``greet`` reaches it."""
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait(process, greet)
+        yield
     finally:
         process.terminate()
         process.wait()
 
 
-def _wait(server: ObjectServer, process: subprocess.Popen[bytes]) -> None:
+def _wait(process: subprocess.Popen[bytes], greet: Callable[[httpx.Client], object]) -> None:
     deadline = time.monotonic() + 60
     with httpx.Client(trust_env=False) as client:
         while process.poll() is None and time.monotonic() < deadline:
             try:
-                client.get(f"{server.url}/moto-api/")
+                greet(client)
             except httpx.TransportError:
-                time.sleep(0.2)
+                time.sleep(0.1)
             else:
                 return
-    raise AssertionError(f"moto's server did not start (exit code {process.poll()})")
+    raise AssertionError(f"{process.args} did not start (exit code {process.poll()})")

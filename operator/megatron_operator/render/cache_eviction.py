@@ -38,21 +38,7 @@ def unused_record(download: Mapping[str, Any], place: Any) -> Json:
             }
         ],
     }
-    return {
-        "apiVersion": "batch/v1",
-        "kind": names.JOB,
-        "metadata": {
-            "name": names.unused_model(names.RECORDED, place),
-            "namespace": metadata["namespace"],
-            "labels": {"app.kubernetes.io/managed-by": names.MANAGER, names.UNUSED_LABEL: names.RECORDED},
-            "annotations": annotations,
-        },
-        "spec": {
-            "parallelism": 0,
-            "backoffLimit": RETRIES,
-            "template": {"metadata": {"labels": {"app.kubernetes.io/managed-by": names.MANAGER}}, "spec": pod},
-        },
-    }
+    return _job(names.RECORDED, place, metadata["namespace"], annotations, pod, {"parallelism": 0})
 
 
 def eviction_job(record: Mapping[str, Any], place: Any, retention: int) -> Json:
@@ -66,19 +52,21 @@ def eviction_job(record: Mapping[str, Any], place: Any, retention: int) -> Json:
     metadata, spec = record["metadata"], record["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     pod = {**spec, "containers": [{**container, "args": [*container["args"], f"--unused-for={recent}"]}]}
+    deadline = {"activeDeadlineSeconds": max(recent, DEADLINE)}
+    return _job(names.EVICTED, place, metadata["namespace"], dict(metadata["annotations"]), pod, deadline)
+
+
+def _job(state: str, place: Any, namespace: str, annotations: Json, pod: Json, spec: Json) -> Json:
+    """A Job with this value of ``UNUSED_LABEL``."""
     labels = {"app.kubernetes.io/managed-by": names.MANAGER}
     return {
         "apiVersion": "batch/v1",
         "kind": names.JOB,
         "metadata": {
-            "name": names.unused_model(names.EVICTED, place),
-            "namespace": metadata["namespace"],
-            "labels": {**labels, names.UNUSED_LABEL: names.EVICTED},
-            "annotations": dict(metadata["annotations"]),
+            "name": names.unused_model(state, place),
+            "namespace": namespace,
+            "labels": {**labels, names.UNUSED_LABEL: state},
+            "annotations": annotations,
         },
-        "spec": {
-            "backoffLimit": RETRIES,
-            "activeDeadlineSeconds": max(recent, DEADLINE),
-            "template": {"metadata": {"labels": labels}, "spec": pod},
-        },
+        "spec": {**spec, "backoffLimit": RETRIES, "template": {"metadata": {"labels": labels}, "spec": pod}},
     }

@@ -13,6 +13,7 @@ from megatron_runtime.model.attention_kind import attention_kind
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.kv_cache import KVCache
+from megatron_runtime.model.recurrent_config import NO_DRAFTS
 
 _logger = logging.getLogger(__name__)
 
@@ -73,9 +74,8 @@ class ContextLimits:
                 model_config, self.num_blocks, self.block_size_tokens, dtype, device, num_states=self.max_requests
             )
         except (RuntimeError, MemoryError) as error:
-            layout = attention_kind(model_config).cache_layout
-            size = self.num_blocks * layout.block_bytes(self.block_size_tokens, dtype.itemsize)
-            size += self.max_requests * layout.state_bytes
+            size = self.num_blocks * KVCache.block_bytes(model_config, self.block_size_tokens, dtype)
+            size += self.max_requests * attention_kind(model_config).cache_layout.state_bytes
             raise ConfigurationError(
                 f"the KV cache of {size} bytes can't be allocated on {device} ({error}); "
                 "lower kv_cache_memory_bytes, max_requests or max_sequence_length",
@@ -93,8 +93,7 @@ def config_for_model(model_config: ModelConfig, config: InferenceConfig) -> Infe
         return config
     if config.num_speculative_tokens:
         raise ConfigurationError(
-            f"num_speculative_tokens={config.num_speculative_tokens}: {model_config.architecture} has recurrent "
-            "layers, whose states can't return to the token before a wrong draft; set 0",
+            f"num_speculative_tokens={config.num_speculative_tokens}: {model_config.architecture} {NO_DRAFTS}; set 0",
             field="num_speculative_tokens",
         )
     if config.enable_prefix_caching:
@@ -106,7 +105,7 @@ def block_bytes(model_config: ModelConfig, config: InferenceConfig, dtype: torch
     """Bytes of one block of this rank, with those of the draft model's keys and values in the same block.
 
     Raises:
-        ConfigurationError: ``speculative_draft_model`` is no model from `load_model`, or has recurrent layers.
+        ConfigurationError: ``speculative_draft_model`` is no model from `load_model`.
     """
     own, draft = KVCache.block_bytes(model_config, config.block_size_tokens, dtype), config.speculative_draft_model
     if draft is None:
@@ -114,12 +113,6 @@ def block_bytes(model_config: ModelConfig, config: InferenceConfig, dtype: torch
     if not isinstance(draft, Decoder):
         raise ConfigurationError(
             f"speculative_draft_model is a {type(draft).__name__}; give the result of load_model",
-            field="speculative_draft_model",
-        )
-    if draft.config.recurrent is not None:
-        raise ConfigurationError(
-            f"speculative_draft_model: {draft.config.architecture} has recurrent layers, whose states can't return to "
-            "the token before a wrong draft; give a model with attention alone",
             field="speculative_draft_model",
         )
     return own + KVCache.block_bytes(draft.shard.cache_config, config.block_size_tokens, draft.dtype)

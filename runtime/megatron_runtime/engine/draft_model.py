@@ -8,12 +8,14 @@ from dataclasses import replace
 import msgpack
 import torch
 
+from megatron_runtime.config import SAME_VOCABULARY
 from megatron_runtime.engine.context import DynamicInferenceContext
 from megatron_runtime.engine.sampling.sampler import NO_TOKEN, make_sampler
 from megatron_runtime.engine.scheduling.sequence import SequenceSlice
 from megatron_runtime.engine.shared_output import schedule_checksum
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.recurrent_config import NO_DRAFTS
 
 _Drafts = list[list[int]]
 """The drafts of each slice, possibly none."""
@@ -124,11 +126,10 @@ def _last_token(part: SequenceSlice) -> SequenceSlice:
 def _check(draft: Decoder, model: Decoder, context: DynamicInferenceContext) -> None:
     sizes = model.ranks.position.sizes
     reason = None
-    if (ours := model.config.vocab_size) != (theirs := draft.config.vocab_size):
-        reason = (
-            f"its vocabulary has {theirs} tokens, but that of the served model {ours}; use a draft model with the same "
-            "vocabulary, usually a smaller one of the same family"
-        )
+    if draft.config.recurrent is not None:
+        reason = f"{draft.config.architecture} {NO_DRAFTS}; give a model with attention alone"
+    elif (ours := model.config.vocab_size) != (theirs := draft.config.vocab_size):
+        reason = f"its vocabulary has {theirs} tokens, but that of the served model {ours}; {SAME_VOCABULARY}"
     elif draft.config.max_position_embeddings < context.max_sequence_length:
         reason = (
             f"it takes {draft.config.max_position_embeddings} tokens, but a sequence may have "

@@ -7,8 +7,9 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_runtime.config import SAME_VOCABULARY
 from megatron_runtime.errors import CheckpointError, ConfigurationError
-from megatron_runtime.launch.options import EngineOptions
+from megatron_runtime.launch.options import DRAFT_MODEL_FLAG, EngineOptions
 
 if TYPE_CHECKING:
     import torch
@@ -58,8 +59,8 @@ def _check_tokens(path: Path, ours: Tokenizer, served: Tokenizer) -> None:
     if 2 * len(others) > len(tokens):
         token = others[0]
         raise ConfigurationError(
-            f"--speculative-draft-model {path}: its vocabulary is another one than that of the served model: token "
-            f"{token} is {ours.token_bytes(token)!r} instead of {served.token_bytes(token)!r}; use a draft model with "
-            "the same vocabulary, usually a smaller one of the same family",
+            f"{DRAFT_MODEL_FLAG} {path}: its vocabulary is another one than that of the served model: token "
+            f"{token} is {ours.token_bytes(token)!r} instead of {served.token_bytes(token)!r}; "
+            f"{SAME_VOCABULARY}",
             field="speculative_draft_model",
         )

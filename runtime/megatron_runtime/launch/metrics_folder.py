@@ -8,6 +8,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from megatron_runtime.launch.file_lock import try_lock
+
 PREFIX = "megatron-metrics-"
 LOCK = "lock"
 
@@ -41,5 +43,5 @@ def _remove_abandoned(parent: Path) -> None:
     """Folders of other users can't be opened, and stay."""
     for folder in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), (folder / LOCK).open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+            if try_lock(lock):
+                shutil.rmtree(folder, ignore_errors=True)

@@ -6,18 +6,17 @@ downloaded. While a download runs, its folder has the suffix ``.partial``, and t
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_runtime.errors import CheckpointError
+from megatron_runtime.launch.file_lock import try_lock
 from megatron_runtime.launch.identity import TERMINATION_LOG_VARIABLE
 from megatron_runtime.launch.sample_model import alone
 from megatron_runtime.model.formats.checkpoint_path import checkpoint_path
@@ -134,8 +133,8 @@ def evict(folder: Path, *, unused_for: float) -> bool:
     if not folder.parent.exists():
         return True
     partial = _partial(folder)
-    with _locked_now(folder) as is_locked:
-        if not is_locked or (folder.exists() and time.time() - folder.stat().st_mtime < unused_for):
+    with _lock(folder).open("w") as file:
+        if not try_lock(file) or (folder.exists() and time.time() - folder.stat().st_mtime < unused_for):
             return False
         if folder.exists() and not (folder / RECORD).exists():
             raise CheckpointError(f"{folder}: is no folder of a model cache, as it has no {RECORD}. Name another one")
@@ -144,18 +143,6 @@ def evict(folder: Path, *, unused_for: float) -> bool:
                 # By a rename, so that an interrupted removal leaves no folder that seems to be complete.
                 shutil.rmtree(each if each == partial else each.rename(partial))
     return True
-
-
-@contextmanager
-def _locked_now(folder: Path) -> Iterator[bool]:
-    """Whether no other run fills the folder; none begins meanwhile."""
-    with _lock(folder).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
 
 
 def report_success(download: Download) -> None:

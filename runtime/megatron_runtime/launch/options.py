@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ KV_CACHE_MANAGEMENTS = ("persist", "offload", "recompute")
 PREFIX_POLICIES = ("first-prefix-block", "longest-prefix")
 ROUTING_POLICIES = ("round-robin", "load-balanced", *PREFIX_POLICIES, "auto")
 DRAFT_MODEL_FLAG = "--speculative-draft-model"
+_NO_CHECKPOINT = "no such file or folder; give a .gguf file or a checkpoint folder"
 HIGHEST_PORT = 65535
 EVERY_ADDRESS = ("0.0.0.0", "::")
 """Wildcard addresses: valid to listen on, not to connect to."""
@@ -209,10 +211,8 @@ class LaunchOptions:
             raise ConfigurationError(
                 f"--hf-file {self.model.hf_file}: not a .gguf file; omit the flag to load the whole repository"
             )
-        if self.model.path is not None and not self.model.path.exists() and not self.model.path.is_symlink():
-            raise ConfigurationError(
-                f"{self.model.flag}: no such file or folder; give a .gguf file or a checkpoint folder"
-            )
+        if self.model.path is not None and not os.path.lexists(self.model.path):
+            raise ConfigurationError(f"{self.model.flag}: {_NO_CHECKPOINT}")
 
     def _check_choices(self) -> None:
         _one_of("--dtype", self.engine.dtype, DTYPES)
@@ -275,8 +275,8 @@ class LaunchOptions:
         engine = self.engine
         if (path := engine.speculative_draft_model) is None:
             return
-        if not Path(path).exists() and not Path(path).is_symlink():
-            problem = "no such file or folder; give a .gguf file or a checkpoint folder"
+        if not os.path.lexists(path):  # a link to nothing has a message of its own
+            problem = _NO_CHECKPOINT
         elif not engine.num_speculative_tokens:
             problem = "has no effect with --num-speculative-tokens 0; set the most tokens of a draft, for example 4"
         elif engine.pipeline_parallel > 1:

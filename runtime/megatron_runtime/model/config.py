@@ -234,7 +234,7 @@ class ModelConfig:
 
     def kind(self, layer: int) -> LayerKind:
         """What ``layer`` begins with."""
-        if self.recurrent is not None and layer in self.recurrent.layers:
+        if self.recurrence_of(layer) is not None:
             return "recurrence"
         return "feed_forward" if layer in (self.feed_forward_layers or ()) else "attention"
 
@@ -246,6 +246,10 @@ class ModelConfig:
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """The experts of ``layer``; None for an ordinary feed-forward network."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
+
+    def recurrence_of(self, layer: int) -> RecurrentConfig | None:
+        """The recurrence of ``layer``; None for attention."""
+        return None if self.recurrent is None or layer not in self.recurrent.layers else self.recurrent
 
     def check(self, source: str) -> None:
         """Raise CheckpointError naming ``source`` when the numbers are inconsistent."""

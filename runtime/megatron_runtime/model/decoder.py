@@ -98,7 +98,7 @@ class Decoder(nn.Module):
             self.adapters.begin(batch.adapters)
         hidden = self._begin(batch)
         for index, (number, layer) in enumerate(zip(self.shard.layers, self.layers, strict=True)):
-            used = recurrence if self.config.kind(number) == "recurrence" else plan
+            used = plan if self.config.recurrence_of(number) is None else recurrence
             hidden = layer(hidden, positions[number], used, kv_cache.layer(index), tape)
         if self.head is None:
             if not self.ranks.position.is_last_stage:

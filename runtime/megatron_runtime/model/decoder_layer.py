@@ -16,7 +16,7 @@ from megatron_runtime.model.mamba import Mamba2
 from megatron_runtime.model.norms import Norm, add_and_normalize, make_norm
 from megatron_runtime.model.positions import LayerPositions
 from megatron_runtime.model.recurrence import RecurrentPlan
-from megatron_runtime.model.recurrent_config import Mamba2Config
+from megatron_runtime.model.recurrent_config import GatedDeltaConfig, Mamba2Config
 from megatron_runtime.model.routing_tape import RoutingTape
 from megatron_runtime.model.self_attention import SelfAttention
 from megatron_runtime.model.shard import Shard
@@ -123,8 +123,11 @@ def make_attention(shard: Shard, layer: int, dtype: torch.dtype, ranks: Ranks) -
     """The module for the kind of attention of the model, or for the recurrence of this layer. Its weights are
     uninitialized.
     """
-    if shard.config.kind(layer) == "recurrence":
-        return (Mamba2 if isinstance(shard.config.recurrent, Mamba2Config) else GatedDeltaNet)(shard, dtype)
+    sizes = shard.config.recurrence_of(layer)
+    if isinstance(sizes, Mamba2Config):
+        return Mamba2(shard.config, sizes, dtype)
+    if isinstance(sizes, GatedDeltaConfig):
+        return GatedDeltaNet(shard.config, sizes, dtype)
     if isinstance(shard.attention, MultiHeadLatentAttention):
         return MLASelfAttention(shard, layer, dtype)
     return SelfAttention(shard, layer, dtype, ranks)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.layers import Linear, float32_weights
 from megatron_runtime.model.positions import LayerPositions
 from megatron_runtime.model.recurrence import DeltaInputs, RecurrentPlan, gated_rms_norm
-from megatron_runtime.model.shard import Shard
+from megatron_runtime.model.recurrent_config import GatedDeltaConfig
 
 
 class GatedDeltaNet(nn.Module):
@@ -18,10 +19,8 @@ class GatedDeltaNet(nn.Module):
     All between the projections is float32. Weights are uninitialized.
     """
 
-    def __init__(self, shard: Shard, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, sizes: GatedDeltaConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        config, sizes = shard.config, shard.config.recurrent
-        assert sizes is not None
         self.sizes = sizes
         self.inputs = Linear(config.hidden_size, 2 * sizes.keys + 2 * sizes.values, bias=False, dtype=dtype)
         """For each key head: its query and key, then the values and the gates of its value heads."""

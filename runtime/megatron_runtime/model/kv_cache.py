@@ -41,6 +41,8 @@ class KVCache:
         self.device = torch.device(device)
         self._shapes = attention_kind(config).cache_layout.shapes(num_blocks, block_size_tokens)
         self._kinds = [config.kind(layer) for layer in range(config.num_layers)]
+        self._places = [self._kinds[:layer].count(kind) for layer, kind in enumerate(self._kinds)]
+        """Of each layer, its place among those of the same kind."""
         self._states: RecurrentStates | None = None
         if config.recurrent is not None:
             self._states = RecurrentStates(config.recurrent, num_states, self.device)
@@ -72,14 +74,11 @@ class KVCache:
 
     def layer(self, index: int) -> LayerCache:
         """Views of one layer's arrays; none of a layer with a feed-forward network alone."""
-        kind = self._kinds[index]
-        if kind == "feed_forward":
+        if self._kinds[index] == "feed_forward":
             return ()
-        place = self._kinds[:index].count(kind)
-        if kind == "attention":
-            return self._blocks_of(place)
-        assert self._states is not None
-        return self._states.layer(place)
+        if self._states is not None and self._kinds[index] == "recurrence":
+            return self._states.layer(self._places[index])
+        return self._blocks_of(self._places[index])
 
     def _blocks_of(self, place: int) -> LayerCache:
         assert self._storage is not None, "the cache was released or offloaded"

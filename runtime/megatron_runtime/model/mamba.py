@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.layers import Linear, float32_weights
 from megatron_runtime.model.positions import LayerPositions
 from megatron_runtime.model.recurrence import RecurrentPlan, ScanInputs, gated_group_norm
 from megatron_runtime.model.recurrent_config import Mamba2Config
-from megatron_runtime.model.shard import Shard
 
 
 class Mamba2(nn.Module):
@@ -20,10 +20,8 @@ class Mamba2(nn.Module):
     All between the projections is float32. Weights are uninitialized.
     """
 
-    def __init__(self, shard: Shard, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, sizes: Mamba2Config, dtype: torch.dtype) -> None:
         super().__init__()
-        config, sizes = shard.config, shard.config.recurrent
-        assert isinstance(sizes, Mamba2Config)
         self.sizes = sizes
         self.widths = [sizes.values, sizes.channels, sizes.value_heads]
         """Of the gates, of the inputs of the convolution and of the steps: the outputs of ``inputs``."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,6 @@ class Placement:
     dim: int = 0
     matrix_of: nn.Module | None = None
     """The module whose matrix ``view`` is, or the next rows of it, and that can have a quantized matrix instead."""
-    fills_codes: ClassVar[bool] = False
 
     @property
     def elements(self) -> int:

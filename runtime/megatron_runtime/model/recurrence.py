@@ -19,9 +19,6 @@ from megatron_runtime.model.kernels.compiled import even_shares
 from megatron_runtime.model.kernels.recurrent_kernels import convolution_kernel
 from megatron_runtime.model.recurrent_config import Mamba2Config, RecurrentConfig
 
-_EPS = 1e-6
-"""Added to the squares of queries and keys, whose norm is made one."""
-
 
 @dataclass(frozen=True)
 class DeltaInputs:
@@ -247,4 +244,4 @@ def gated_group_norm(rows: Tensor, gates: Tensor, weight: Tensor, eps: float) ->
 
 def _unit(vectors: Tensor) -> Tensor:
     """Vectors of length one."""
-    return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + _EPS)
+    return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + delta_kernels.EPS)

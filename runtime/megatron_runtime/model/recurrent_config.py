@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron_runtime.errors import CheckpointError
 
+NO_DRAFTS = "has recurrent layers, whose states can't return to the token before a wrong draft"
 _STATE_BYTES = 4
 """Of an element of a state, which is float32 for every dtype of the model."""
 _LARGEST_STATE = 2**28

@@ -34,7 +34,6 @@ class LoadProgress:
 
 ProgressCallback = Callable[[LoadProgress], None]
 Placements = Mapping[str, "Placement | CodedPlacement"]
-Filled = tuple[str, "Placement | CodedPlacement", Iterable[int]]
 
 
 def load_weights(
@@ -51,8 +50,8 @@ def load_weights(
     tensors = source.tensors
     total = sum(_part_bytes(tensors[name], place.elements) for name, place in placements.items())
     loaded, start = 0, time.monotonic()
-    for name, placement, filled in _fill_all(source, placements):
-        stored, done = tensors[name], 0
+    for name, filled in _fill_all(source, placements):
+        stored, placement, done = tensors[name], placements[name], 0
         for elements in filled:
             done += elements
             if on_progress is not None:
@@ -66,26 +65,23 @@ def load_weights(
             )
 
 
-def _fill_all(source: WeightSource, placements: Placements) -> Iterator[Filled]:
-    """Each placement, with an iterator that fills it and returns the number of elements of each chunk.
+def _fill_all(source: WeightSource, placements: Placements) -> Iterator[tuple[str, Iterable[int]]]:
+    """The name of each placement, with an iterator that fills it and returns the number of elements of each chunk.
 
-    Those of codes are filled by several threads where the source allows it.
+    Codes are read by several threads where the source allows it.
     """
+    coded: dict[str, CodedPlacement] = {}
+    if isinstance(source, CodedSource) and source.reads_codes_in_threads:
+        # Imported here, because the checks of a checkpoint do not need PyTorch.
+        import torch
 
-    def fill(name: str) -> Filled:
-        return name, placements[name], placements[name].fill(source, name)
+        from megatron_runtime.model.quantized.placement import CodedPlacement
 
-    def fill_whole(name: str) -> Filled:
-        return name, placements[name], list(placements[name].fill(source, name))
-
-    in_threads = isinstance(source, CodedSource) and source.reads_codes_in_threads
-    coded = {name: None for name, placement in placements.items() if placement.fills_codes and in_threads}
-    if coded:
-        import torch  # Imported here, because the checks of a checkpoint do not need it.
-
+        coded = {name: each for name, each in placements.items() if isinstance(each, CodedPlacement)}
         with ThreadPoolExecutor(torch.get_num_threads(), "weights") as threads:
-            yield from threads.map(fill_whole, coded)
-    yield from map(fill, [name for name in placements if name not in coded])
+            chunks = threads.map(lambda name: list(coded[name].fill(source, name)), coded)
+            yield from zip(coded, chunks, strict=True)
+    yield from ((name, each.fill(source, name)) for name, each in placements.items() if name not in coded)
 
 
 def _part_bytes(stored: StoredTensor, elements: int) -> int:

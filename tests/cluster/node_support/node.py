@@ -21,6 +21,12 @@ PYTHON = [sys.executable, "-I", "-S"]
 ENTER = 'for each in /sys/fs/cgroup/*/cgroup.procs; do echo 0 > "$each"; done; exec "$@"'
 """Moves a program into the machine's cgroups, out of those of the process that started it."""
 SECONDS_TO_BE_READY = 90.0
+SECONDS_TO_REMOVE_A_POD = 120.0
+"""Maximum time from the end of a pod's containers until the API server has removed the pod.
+
+It usually takes 5 s. But a kubelet that observes the end of a container before it has stored the container's new state
+keeps the container until its garbage collection, once a minute, and reports the pod up to 10 s later.
+"""
 LONGEST_FOLDER = 66
 """Maximum length of the folder: it contains the kubelet's sockets, whose paths may have 107 characters."""
 

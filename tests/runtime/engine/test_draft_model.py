@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from engine_support.random_llama import random_llama
+from engine_support.speculation import ENDLESS, WITH_GRAMMARS, Interrupt, greedy, serve, with_penalties
 
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.errors import ConfigurationError
-from megatron_runtime.guides import lark_grammar, regex_grammar
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.sampling_params import SamplingParams
@@ -20,50 +20,27 @@ from megatron_runtime.sampling_params import SamplingParams
 BLOCK = 4
 PROMPTS = [list(range(20, 60)), [*range(20, 60), 3, 4], [5], [7, 8] * 9, list(range(60, 80))]
 MakeEngine = Callable[..., DynamicInferenceEngine]
-Interrupt = Callable[[DynamicInferenceEngine, int], None]
-
-
-def params(**fields: Any) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0, "num_tokens_to_generate": 60, "ignore_eos": True, **fields})
-
-
-def guided(pattern: str, **fields: Any) -> SamplingParams:
-    return SamplingParams(
-        **{"num_tokens_to_generate": 60, "temperature": 1.0, "seed": 4, "grammar": regex_grammar(pattern), **fields}
-    )
 
 
 PARAMS = {
-    "greedy": [params()] * 5,
-    "sampled": [params(temperature=0.8, seed=seed, top_k=20, top_p=0.9) for seed in range(5)],
+    "greedy": [greedy()] * 5,
+    "sampled": [greedy(temperature=0.8, seed=seed, top_k=20, top_p=0.9) for seed in range(5)],
     "mixed": [
-        params(),
-        params(temperature=0.7, seed=3, min_tokens=20, ignore_eos=False),
-        params(streaming=True, temperature=0.5, seed=4),
-        params(stop_token_ids=[12, 60, 61, 62], min_tokens=5, streaming=True),
-        params(bad_words=["a", "ab", "cd"], logit_bias={9: 2.0}),
+        greedy(),
+        greedy(temperature=0.7, seed=3, min_tokens=20, ignore_eos=False),
+        greedy(streaming=True, temperature=0.5, seed=4),
+        greedy(stop_token_ids=[12, 60, 61, 62], min_tokens=5, streaming=True),
+        greedy(bad_words=["a", "ab", "cd"], logit_bias={9: 2.0}),
     ],
     "with requests without drafts": [
-        params(),
-        params(return_log_probs=True, skip_prompt_log_probs=False),
-        params(thinking_token_budget=3, thinking_begin="", thinking_end="AB"),
-        params(temperature=0.5, seed=8),
-        params(num_tokens_to_generate=0, pooling="mean"),
+        greedy(),
+        greedy(return_log_probs=True, skip_prompt_log_probs=False),
+        greedy(thinking_token_budget=3, thinking_begin="", thinking_end="AB"),
+        greedy(temperature=0.5, seed=8),
+        greedy(num_tokens_to_generate=0, pooling="mean"),
     ],
-    "with penalties": [
-        params(repetition_penalty=1.05),
-        params(frequency_penalty=0.05, presence_penalty=0.02, temperature=0.6, seed=2),
-        params(repetition_penalty=0.9, temperature=0.5, seed=3),
-        params(frequency_penalty=-0.1),
-        params(repetition_penalty=1.01, frequency_penalty=0.01, logit_bias={9: 1.0}),
-    ],
-    "with grammars": [
-        params(),
-        guided("[ab]{56}", temperature=0),
-        guided("((abc|abd)e){14}"),
-        guided("(xyz)*", temperature=0),
-        SamplingParams(temperature=0, num_tokens_to_generate=60, grammar=lark_grammar('start: "a" start')),
-    ],
+    "with penalties": with_penalties(temperature=0.6, seed=2),
+    "with grammars": WITH_GRAMMARS,
 }
 
 
@@ -71,35 +48,6 @@ PARAMS = {
 def other_model() -> Decoder:
     """A smaller model with other random weights and the same vocabulary."""
     return random_llama(hidden=16, intermediate=32, std=0.4, num_layers=1)
-
-
-def serve(
-    engine: DynamicInferenceEngine,
-    requests: list[SamplingParams],
-    interrupt: Interrupt = lambda *_: None,
-) -> tuple[list[Any], list[float]]:
-    """Tokens, texts and reasons, then all log probabilities, with the engine's integrity checked after each step."""
-    for request_id, each in enumerate(requests):
-        engine.add_request(request_id, PROMPTS[request_id % len(PROMPTS)], each)
-    found: dict[int, Any] = {}
-    scores: dict[int, list[float]] = {}
-    streamed: dict[int, list[int]] = {}
-    step = 0
-    while engine.has_unfinished_requests():
-        result = engine.step_modern()
-        engine.check_integrity()
-        for request_id, partial in result["partial_outputs"].items():
-            streamed.setdefault(request_id, []).extend(partial.new_tokens)
-        for record in result["finished_request_records"]:
-            merged = record.merge()
-            found[record.request_id] = merged.generated_tokens, merged.generated_text, merged.finish_reason
-            scores[record.request_id] = [*(merged.prompt_log_probs or []), *(merged.generated_log_probs or [])]
-        step += 1
-        interrupt(engine, step)
-    for request_id, tokens in streamed.items():
-        assert tokens == found[request_id][0]
-    count = range(len(requests))
-    return [found[request_id] for request_id in count], [each for request_id in count for each in scores[request_id]]
 
 
 def assert_same_answers(
@@ -110,7 +58,9 @@ def assert_same_answers(
 ) -> None:
     """With the same tokens. The last bits of log probabilities depend on the rows of a pass, since this model's
     products are not packed."""
-    (answers, scores), (expected, expected_scores) = (serve(each, requests, interrupt) for each in (engine, plain))
+    (answers, scores), (expected, expected_scores) = (
+        serve(each, requests, PROMPTS, interrupt) for each in (engine, plain)
+    )
     assert answers == expected
     assert scores == pytest.approx(expected_scores, abs=1e-4)
 
@@ -166,9 +116,8 @@ def test_a_grammar_that_fails_behind_a_draft_does_not_fail_before_it(
     make_engine: MakeEngine, speculative: MakeEngine, tiny_model: Decoder
 ) -> None:
     """The first pass of a prompt of one token has drafts. The grammar allows one token, and has no end."""
-    endless = SamplingParams(temperature=0, num_tokens_to_generate=60, grammar=lark_grammar('start: "a" start'))
     for engine in (make_engine(), speculative(tiny_model)):
-        (record,) = engine.generate([[5]], endless)
+        (record,) = engine.generate([[5]], ENDLESS)
         assert (record.merge().generated_tokens, record.merge().finish_reason) == ([97], "error")
 
 
@@ -178,7 +127,7 @@ def test_a_draft_that_is_always_right_saves_passes(
 ) -> None:
     steps = []
     for engine in (make_engine(block_size_tokens=16), speculative(tiny_model, block_size_tokens=16, blocks=20)):
-        engine.add_request(0, PROMPTS[0], params(num_tokens_to_generate=100, **sampling))
+        engine.add_request(0, PROMPTS[0], greedy(num_tokens_to_generate=100, **sampling))
         count = 0
         while engine.has_unfinished_requests():
             engine.step_modern()
@@ -214,12 +163,12 @@ def test_a_prefix_hit_has_the_keys_of_the_draft_model(
     plain, engine = make_engine(blocks=200), speculative(tiny_model)
     answers = []
     for each in (plain, engine):
-        scored = params(return_log_probs=True, skip_prompt_log_probs=True)
+        scored = greedy(return_log_probs=True, skip_prompt_log_probs=True)
         (first,) = each.generate([PROMPTS[0]], scored)
         longer = PROMPTS[0] + first.merge().generated_tokens
-        (second,) = each.generate([longer], params())
+        (second,) = each.generate([longer], greedy())
         longest = longer + second.merge().generated_tokens
-        (third,) = each.generate([longest], params(temperature=0.5, seed=1))
+        (third,) = each.generate([longest], greedy(temperature=0.5, seed=1))
         answers.append([record.merge().generated_tokens for record in (first, second, third)])
     assert answers[0] == answers[1]
     assert engine.stats().cached_tokens_total == len(PROMPTS[0]) + len(longer)
@@ -235,18 +184,25 @@ def test_other_weights_and_aborted_requests_change_the_drafts_only(
 
         def interrupt(each: DynamicInferenceEngine, step: int) -> None:
             if step == 2:
-                each.add_request(99, PROMPTS[0], params())
+                each.add_request(99, PROMPTS[0], greedy())
             elif step == 4:
                 each.abort_request(99)
                 each.invalidate_prefix_cache()
 
-        answers.append(serve(engine, PARAMS["greedy"], interrupt)[0] + serve(engine, PARAMS["sampled"])[0])
+        answers.append(
+            serve(engine, PARAMS["greedy"], PROMPTS, interrupt).answers
+            + serve(engine, PARAMS["sampled"], PROMPTS).answers
+        )
     assert answers[0] == answers[1]
 
 
 def test_requests_without_a_draft_in_a_pass_are_not_drafted(speculative: MakeEngine, tiny_model: Decoder) -> None:
     engine = speculative(tiny_model)
-    serve(engine, [params(return_log_probs=True), params(thinking_token_budget=3, thinking_begin="", thinking_end="A")])
+    serve(
+        engine,
+        [greedy(return_log_probs=True), greedy(thinking_token_budget=3, thinking_begin="", thinking_end="A")],
+        PROMPTS,
+    )
     assert engine.stats().draft_tokens_total == 0
 
 

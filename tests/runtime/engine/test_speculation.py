@@ -6,45 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from engine_support.speculation import WITH_GRAMMARS, greedy, guided, serve, with_penalties
 
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engine.scheduling.prompt_lookup import PromptLookup
 from megatron_runtime.errors import ConfigurationError
-from megatron_runtime.guides import lark_grammar, regex_grammar
 from megatron_runtime.sampling_params import SamplingParams
 
 REPETITIVE = [10, 11, 12, 13, 14, 15, 16, 17] * 4
 PROMPTS = [REPETITIVE, [*REPETITIVE, 40, 41], [5], [7, 8] * 9, list(range(20, 60))]
 MakeEngine = Callable[..., DynamicInferenceEngine]
-
-
-def greedy(**fields: Any) -> SamplingParams:
-    return SamplingParams(**{"temperature": 0, "num_tokens_to_generate": 60, "ignore_eos": True, **fields})
-
-
-def guided(pattern: str, **fields: Any) -> SamplingParams:
-    return SamplingParams(
-        **{"num_tokens_to_generate": 60, "temperature": 1.0, "seed": 4, "grammar": regex_grammar(pattern), **fields}
-    )
-
-
-def serve(engine: DynamicInferenceEngine, params: list[SamplingParams]) -> list[Any]:
-    """Tokens, texts and reasons, with the engine's integrity checked after each step."""
-    for request_id, each in enumerate(params):
-        engine.add_request(request_id, PROMPTS[request_id % len(PROMPTS)], each)
-    found: dict[int, Any] = {}
-    streamed: dict[int, list[int]] = {}
-    while engine.has_unfinished_requests():
-        result = engine.step_modern()
-        engine.check_integrity()
-        for request_id, partial in result["partial_outputs"].items():
-            streamed.setdefault(request_id, []).extend(partial.new_tokens)
-        for record in result["finished_request_records"]:
-            merged = record.merge()
-            found[record.request_id] = merged.generated_tokens, merged.generated_text, merged.finish_reason
-    for request_id, tokens in streamed.items():
-        assert tokens == found[request_id][0]
-    return [found[request_id] for request_id in range(len(params))]
 
 
 PARAMS = {
@@ -64,20 +35,8 @@ PARAMS = {
         greedy(temperature=0.5, seed=8),
         greedy(thinking_token_budget=3, thinking_begin="", thinking_end="AB"),
     ],
-    "with penalties": [
-        greedy(repetition_penalty=1.05),
-        greedy(frequency_penalty=0.05, presence_penalty=0.02),
-        greedy(repetition_penalty=0.9, temperature=0.5, seed=3),
-        greedy(frequency_penalty=-0.1),
-        greedy(repetition_penalty=1.01, frequency_penalty=0.01, logit_bias={9: 1.0}),
-    ],
-    "with grammars": [
-        greedy(),
-        guided("[ab]{56}", temperature=0),
-        guided("((abc|abd)e){14}"),
-        guided("(xyz)*", temperature=0),
-        SamplingParams(temperature=0, num_tokens_to_generate=60, grammar=lark_grammar('start: "a" start')),
-    ],
+    "with penalties": with_penalties(),
+    "with grammars": WITH_GRAMMARS,
 }
 
 
@@ -89,7 +48,7 @@ def test_speculation_changes_no_token(
 ) -> None:
     settings = {"blocks": blocks, "block_size_tokens": block_size_tokens, "enable_prefix_caching": True}
     plain, speculative = (make_engine(num_speculative_tokens=drafts, **settings) for drafts in (0, 7))
-    assert serve(speculative, params) == serve(plain, params)
+    assert serve(speculative, params, PROMPTS).answers == serve(plain, params, PROMPTS).answers
     stats = speculative.stats()
     assert stats.accepted_draft_tokens_total > 0
     assert stats.draft_tokens_total >= stats.accepted_draft_tokens_total
@@ -116,7 +75,7 @@ def test_drafts_that_are_right_save_passes(make_engine: MakeEngine) -> None:
 def test_a_stream_has_all_tokens_of_a_step(make_engine: MakeEngine, interval: int) -> None:
     engine = make_engine(num_speculative_tokens=7, block_size_tokens=16)
     stream = {"streaming": True, "streaming_interval": interval}
-    serve(engine, [greedy(num_tokens_to_generate=100, logit_bias={10: 100.0}, **stream)])
+    serve(engine, [greedy(num_tokens_to_generate=100, logit_bias={10: 100.0}, **stream)], PROMPTS)
     assert engine.stats().accepted_draft_tokens_total > 0
 
 

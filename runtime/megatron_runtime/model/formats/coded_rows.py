@@ -20,10 +20,10 @@ Bytes = NDArray[np.uint8]
 Halves = NDArray[np.float16]
 Words = NDArray[np.uint32]
 
-_QUAD = 4
+QUAD = 4
 """Columns whose codes are in one word."""
 _LOW, _HIGH = np.uint32(0x0F0F0F0F), np.uint32(0xF0F0F0F0)
-_MASKS = {4: np.uint32(0x0F0F0F0F), 2: np.uint32(0x33333333), 1: np.uint32(0x55555555)}
+_MASKS = {4: _LOW, 2: np.uint32(0x33333333), 1: np.uint32(0x55555555)}
 """Of the lower ones of adjacent groups of so many bits."""
 
 
@@ -82,7 +82,7 @@ def packed(codes: Bytes, bits: int) -> Words:
     words: those of a block's first 16 columns in the low halves of the bytes, and those of the others in the high
     halves, as ggml stores them. Then follow the other bits: each byte has those of the same column of several quads.
     """
-    quads = np.ascontiguousarray(codes).view(np.uint32).reshape(len(codes), -1, BLOCK // _QUAD)
+    quads = np.ascontiguousarray(codes).view(np.uint32).reshape(len(codes), -1, BLOCK // QUAD)
     if bits == 8:
         return quads
     low = quads & _LOW

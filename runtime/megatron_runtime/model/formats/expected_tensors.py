@@ -83,8 +83,8 @@ def _expert_networks(config: ModelConfig, experts: ExpertsConfig, names: TensorN
 
 
 def _attention(config: ModelConfig, layer: int, names: TensorNames) -> Shapes:
-    if config.recurrent is not None and layer in config.recurrent.layers:
-        yield from _recurrence(config, config.recurrent, names)
+    if (sizes := config.recurrence_of(layer)) is not None:
+        yield from _recurrence(config, sizes, names)
     elif config.latent_attention is None:
         yield from _grouped_query_attention(config, names)
     else:

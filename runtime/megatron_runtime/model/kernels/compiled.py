@@ -104,6 +104,12 @@ def _bfloat16_bits(value: Any) -> Any:
 
 
 @njit(inline="always")
+def logistic(x: Any) -> Any:
+    """The sigmoid of x."""
+    return np.float32(1) / (np.float32(1) + exponential(-x))
+
+
+@njit(inline="always")
 def exponential(x: Any) -> Any:
     """e^x by a power of two and a polynomial (Cody and Waite), within 2 units in the last place."""
     # Only a NaN is unequal to itself; it has to stay NaN.

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numba import float32, njit, prange, void
 
-from megatron_runtime.model.kernels.compiled import compile_kernel, exponential
+from megatron_runtime.model.kernels.compiled import compile_kernel, exponential, logistic
 from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
-from megatron_runtime.model.kernels.recurrent_kernels import FLOATS, INTEGERS, convolution_kernel, sigmoid, softplus
+from megatron_runtime.model.kernels.recurrent_kernels import FLOATS, INTEGERS, convolution_kernel, softplus
 
-_EPS = 1e-6
+EPS = 1e-6
 """Added to the squares of queries and keys, whose norm is made one."""
 
 
@@ -24,7 +24,7 @@ def _inverse_norm(vector: Any, factor: Any) -> Any:
     squares = np.float32(0)
     for place in range(len(vector)):
         squares += vector[place] * vector[place]
-    return np.float32(1 / np.sqrt((np.float64(squares) + _EPS) * factor))
+    return np.float32(1 / np.sqrt((np.float64(squares) + EPS) * factor))
 
 
 def prepare() -> None:
@@ -70,7 +70,7 @@ def delta_kernel() -> Kernel:
                                 state[place, channel] *= decay
                                 update[channel] += state[place, channel] * key[place]
                         for channel in range(value_dim):
-                            update[channel] = (values[row, head, channel] - update[channel]) * sigmoid(
+                            update[channel] = (values[row, head, channel] - update[channel]) * logistic(
                                 strengths[row, head]
                             )
                             outputs[row, head, channel] = np.float32(0)
@@ -103,7 +103,7 @@ def gated_norm_kernel() -> Kernel:
                 inverse = np.float32(1 / np.sqrt(np.float64(total) / size + eps))
                 for channel in range(size):
                     gate = gates[row, channel]
-                    rows[row, channel] = weight[channel] * (rows[row, channel] * inverse) * (gate * sigmoid(gate))
+                    rows[row, channel] = weight[channel] * (rows[row, channel] * inverse) * (gate * logistic(gate))
 
     rows = FLOATS[2]
     return compile_kernel(normalize, void(rows, float32[:, :], FLOATS[1], float32, INTEGERS), fast=False)

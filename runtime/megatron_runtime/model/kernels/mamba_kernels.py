@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numba import float32, prange, void
 
-from megatron_runtime.model.kernels.compiled import compile_kernel, exponential
+from megatron_runtime.model.kernels.compiled import compile_kernel, exponential, logistic
 from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
-from megatron_runtime.model.kernels.recurrent_kernels import FLOATS, INTEGERS, convolution_kernel, sigmoid, softplus
+from megatron_runtime.model.kernels.recurrent_kernels import FLOATS, INTEGERS, convolution_kernel, softplus
 
 
 def prepare() -> None:
@@ -83,7 +83,7 @@ def group_norm_kernel() -> Kernel:
                     total = np.float32(0)
                     for channel in range(size):
                         gate = gates[row, group, channel]
-                        value = rows[row, group, channel] * (gate * sigmoid(gate))
+                        value = rows[row, group, channel] * (gate * logistic(gate))
                         rows[row, group, channel] = value
                         total += value * value
                     inverse = np.float32(1 / np.sqrt(np.float64(total) / size + eps))

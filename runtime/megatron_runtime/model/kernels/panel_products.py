@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from megatron_runtime.model.formats.coded_rows import BLOCK, Coding
+from megatron_runtime.model.formats.coded_rows import BLOCK, QUAD, Coding
 
 LANES = 16
 """Rows of a matrix in one vector."""
@@ -24,8 +24,6 @@ PARTS = 2
 """Vectors of a panel."""
 PANEL = LANES * PARTS
 """Rows of a panel."""
-QUAD = 4
-"""Columns whose codes are in one lane of 32 bits."""
 _QUADS = BLOCK // QUAD
 _HALF_QUADS = _QUADS // 2
 
@@ -49,12 +47,7 @@ class Packing:
 
     @property
     def vectors(self) -> int:
-        """Vectors of the codes of a block, in each part of a panel.
-
-        Codes of 8 bits are in the order of the columns, four in each lane. Of shorter codes, the low four bits are in
-        four vectors: those of the first 16 columns in the low halves of the bytes, and those of the others in the high
-        halves. Then follow the other bits: each byte has those of the same column of several quads.
-        """
+        """Vectors of the codes of a block, in each part of a panel: a lane has a word of `coded_rows.packed`."""
         return self.bits
 
     @property

@@ -10,18 +10,12 @@ from typing import Any
 import numpy as np
 from numba import float32, int64, njit, prange, void
 
-from megatron_runtime.model.kernels.compiled import compile_kernel, exponential
+from megatron_runtime.model.kernels.compiled import compile_kernel, exponential, logistic
 from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
 
 FLOATS = {1: float32[::1], 2: float32[:, ::1], 3: float32[:, :, ::1], 4: float32[:, :, :, ::1]}
 """Contiguous arrays by their number of dimensions."""
 INTEGERS = int64[::1]
-
-
-@njit(inline="always")
-def sigmoid(x: Any) -> Any:
-    """In compiled code: of a float32."""
-    return np.float32(1) / (np.float32(1) + exponential(-x))
 
 
 @njit(inline="always")
@@ -63,7 +57,7 @@ def convolution_kernel() -> Kernel:
                         for tap in range(before + 1):
                             value = _input(own, state, row - first + tap - before, channel)
                             total += weight[tap, bounds[share] + channel] * value
-                        outputs[row, bounds[share] + channel] = total * sigmoid(total)
+                        outputs[row, bounds[share] + channel] = total * logistic(total)
                 for place in range(before):
                     for channel in range(own.shape[1]):
                         state[place, channel] = _input(own, state, end - first + place - before, channel)

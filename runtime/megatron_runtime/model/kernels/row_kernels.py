@@ -15,6 +15,7 @@ from megatron_runtime.model.kernels.compiled import (
     compile_kernel,
     even_shares,
     exponential,
+    logistic,
     narrowed,
     rounded,
     scalar,
@@ -105,7 +106,7 @@ def prepare(dtype: torch.dtype) -> None:
 def _gated_sigmoid_kernel(narrow: bool) -> Kernel:
     def gate(values: Any, gates: Any, outputs: Any) -> None:
         for place in range(len(values)):
-            opened = rounded(np.float32(1) / (np.float32(1) + exponential(-widen(gates[place]))), outputs)
+            opened = rounded(logistic(widen(gates[place])), outputs)
             outputs[place] = narrowed(widen(values[place]) * opened, outputs)
 
     elements = scalar(narrow)[::1]

@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_runtime.model.formats.coded_rows import BLOCK, CodedRows, Coding
+from megatron_runtime.model.formats.coded_rows import BLOCK, QUAD, CodedRows, Coding
 from megatron_runtime.model.host_memory import zeros
 from megatron_runtime.model.kernels.coded_inputs import CodedInputs
-from megatron_runtime.model.kernels.panel_products import LANES, PANEL, PARTS, QUAD, Packing
+from megatron_runtime.model.kernels.panel_products import LANES, PANEL, PARTS, Packing
 from megatron_runtime.model.kernels.quantized_products import multiply
 
 

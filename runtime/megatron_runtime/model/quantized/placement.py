@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from megatron_runtime.model.formats.weight_source import CodedSource, WeightSource
 from megatron_runtime.model.quantized.matrix import QuantizedMatrix
@@ -20,7 +19,6 @@ class CodedPlacement:
     start: int
     stored: tuple[range, ...]
     columns: slice
-    fills_codes: ClassVar[bool] = True
 
     @property
     def elements(self) -> int:

@@ -135,10 +135,15 @@ def activation(fields: ConfigFields, name: str, default: str) -> Activation:
 
 def listed_windows(fields: ConfigFields, window: int, limited: str = "sliding_attention") -> tuple[int | None, ...]:
     """The window of each layer by ``layer_types``; empty without that list. Layers of type ``limited`` have one."""
+    return tuple(window if is_limited else None for is_limited in listed_layers(fields, limited))
+
+
+def listed_layers(fields: ConfigFields, kind: str) -> list[bool]:
+    """Whether each layer in ``layer_types`` is of this kind, and not of full attention; empty without that list."""
     kinds = fields.get("layer_types", [], list)
-    if unknown := [kind for kind in kinds if kind not in (limited, "full_attention")]:
-        raise CheckpointError(f"{fields.path}: layer_types holds {unknown[0]!r}, expected {limited} or full_attention")
-    return tuple(window if kind == limited else None for kind in kinds)
+    if unknown := [each for each in kinds if each not in (kind, "full_attention")]:
+        raise CheckpointError(f"{fields.path}: layer_types holds {unknown[0]!r}, expected {kind} or full_attention")
+    return [each == kind for each in kinds]
 
 
 def windows_by_pattern(fields: ConfigFields, window: int, pattern: int, layers: int) -> tuple[int | None, ...]:

@@ -7,11 +7,9 @@ from dataclasses import replace
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.formats.config_fields import ConfigFields
-from megatron_runtime.model.formats.families.llama import llama
+from megatron_runtime.model.formats.families.llama import listed_layers, llama
 from megatron_runtime.model.formats.families.mixture import qwen_experts
 from megatron_runtime.model.recurrent_config import GatedDeltaConfig
-
-_LINEAR, _FULL = "linear_attention", "full_attention"
 
 
 def qwen3_next(fields: ConfigFields) -> ModelConfig:
@@ -35,15 +33,13 @@ def qwen3_next(fields: ConfigFields) -> ModelConfig:
 
 
 def _recurrent(fields: ConfigFields, layers: int) -> GatedDeltaConfig:
-    kinds = fields.get("layer_types", [], list)
-    if unknown := [kind for kind in kinds if kind not in (_LINEAR, _FULL)]:
-        raise CheckpointError(f"{fields.path}: layer_types holds {unknown[0]!r}, expected {_LINEAR} or {_FULL}")
-    if kinds and len(kinds) != layers:
-        raise CheckpointError(f"{fields.path}: layer_types has {len(kinds)} entries, expected {layers}")
+    listed = listed_layers(fields, "linear_attention")
+    if listed and len(listed) != layers:
+        raise CheckpointError(f"{fields.path}: layer_types has {len(listed)} entries, expected {layers}")
     every = max(1, fields.get("full_attention_interval", 4, int))
-    kinds = kinds or [_LINEAR if (layer + 1) % every else _FULL for layer in range(layers)]
+    are_recurrent = listed or [(layer + 1) % every != 0 for layer in range(layers)]
     return GatedDeltaConfig(
-        layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == _LINEAR),
+        layers=frozenset(layer for layer, is_recurrent in enumerate(are_recurrent) if is_recurrent),
         key_heads=fields.get("linear_num_key_heads", 16, int),
         value_heads=fields.get("linear_num_value_heads", 32, int),
         key_dim=fields.get("linear_key_head_dim", 128, int),
