@@ -10,6 +10,7 @@ import torch
 
 from megatron_runtime.config import SAME_VOCABULARY
 from megatron_runtime.engine.context import DynamicInferenceContext
+from megatron_runtime.engine.draft_coverage import DraftCoverage
 from megatron_runtime.engine.sampling.sampler import NO_TOKEN, make_sampler
 from megatron_runtime.engine.scheduling.sequence import SequenceSlice
 from megatron_runtime.engine.shared_output import schedule_checksum
@@ -26,9 +27,8 @@ class DraftModel:
     penalties and the grammar of the request, so that drafts of sampled answers are accepted as often.
 
     The keys and values of the draft model are in the same blocks as those of the served model, in a cache of its own.
-    It computes every token that the served model computes, in the same pass, also of requests without drafts. So
-    evictions, prefix hits and suspensions need no bookkeeping for it: a block with keys and values of the one has those
-    of the other. After wrong drafts it overwrites theirs.
+    It computes prompts in the same passes, but in decode passes only the requests that have drafts, with the tokens
+    that it has not computed before. So a request without drafts, or one whose drafts are wrong, costs little.
 
     Of several ranks, the one that samples drafts and sends the drafts to the others.
 
@@ -48,6 +48,7 @@ class DraftModel:
         self._ranks = model.ranks
         self._context = context
         self._cache = context.draft_cache
+        self._coverage = DraftCoverage(self._cache.num_blocks, self._cache.block_size_tokens)
 
     def propose(self, slices: list[SequenceSlice]) -> list[SequenceSlice]:
         """The slices with up to ``max_drafts`` drafts each. Call it for every pass, before the pass.
@@ -73,9 +74,12 @@ class DraftModel:
     @torch.inference_mode()
     def _draft_here(self, slices: Slices[SequenceSlice]) -> _Drafts:
         drafts: _Drafts = [[] for _ in slices]
-        active = [index for index, part in enumerate(slices) if part.max_drafts]
+        for part in slices:
+            self._coverage.replaced(part.sequence, part.start, part.end)
+        due = self._due(slices)
+        active = [index for index, part in due.items() if part.samples]
         try:
-            sampled = self._run([_known_tokens(part) for part in slices])
+            sampled = self._run(list(due.values())) if due else []
             while active:
                 for index, token in zip(active, sampled, strict=True):
                     if token != NO_TOKEN:
@@ -92,10 +96,30 @@ class DraftModel:
             for part, drafted in zip(slices, drafts, strict=True):
                 del part.sequence.tokens[len(part.sequence.tokens) - len(drafted) :]
                 part.sequence.num_drafts = 0
-        for part, drafted in zip(slices, drafts, strict=True):
+        for index, part in due.items():
             # No pass has computed the last draft, only sampled it.
-            part.sequence.num_draft_computed = part.end + max(len(drafted) - 1, 0)
+            self._coverage.computed(part.sequence, part.start, part.end + max(len(drafts[index]) - 1, 0))
         return drafts
+
+    def _due(self, slices: Slices[SequenceSlice]) -> dict[int, SequenceSlice]:
+        """The tokens to compute, by the index of the slice: of prompts, and of requests with drafts.
+
+        They begin with those that are missing before the slice. Where too many are missing for one pass, some of them
+        are computed now, and the request has no drafts in this pass.
+        """
+        room = self._context.max_tokens - sum(part.length for part in slices)
+        due = {}
+        for index, part in enumerate(slices):
+            if part.length == 1 and not part.max_drafts:
+                continue
+            start = self._coverage.end(part.sequence, part.start)
+            missing = part.start - start
+            if missing <= room:
+                due[index] = part._replace(start=start, samples=part.max_drafts > 0, num_log_probs=0)
+            elif room > 0:
+                due[index] = part._replace(start=start, end=start + room, samples=False, num_log_probs=0)
+            room -= min(missing, room)
+        return due
 
     def _run(self, rows: list[SequenceSlice]) -> list[int]:
         """The tokens sampled after those of the slices that sample."""
@@ -109,12 +133,6 @@ class DraftModel:
             sampler.edit_(logits)
         tokens: list[int] = sampler.sample(logits).tolist()
         return tokens
-
-
-def _known_tokens(part: SequenceSlice) -> SequenceSlice:
-    """The tokens of the slice, with those before it that the draft model has not computed."""
-    start = min(part.sequence.num_draft_computed, part.start)
-    return part._replace(start=start, samples=part.max_drafts > 0, num_log_probs=0)
 
 
 def _last_token(part: SequenceSlice) -> SequenceSlice:

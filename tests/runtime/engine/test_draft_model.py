@@ -12,6 +12,7 @@ from engine_support.speculation import ENDLESS, WITH_GRAMMARS, Interrupt, greedy
 
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.engine.scheduling.draft_length import DraftLength
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.kv_cache import KVCache
@@ -173,6 +174,45 @@ def test_a_prefix_hit_has_the_keys_of_the_draft_model(
     assert answers[0] == answers[1]
     assert engine.stats().cached_tokens_total == len(PROMPTS[0]) + len(longer)
     assert accepted_fraction(engine) > 0.95
+
+
+def test_missing_keys_of_the_draft_model_are_computed_in_parts(
+    speculative: MakeEngine, tiny_model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first 40 tokens of an answer have no drafts, and a pass has room for 8 tokens."""
+    engine = speculative(tiny_model, blocks=40, block_size_tokens=16, max_tokens=8, max_requests=4)
+    widest = calls = 0
+    within = DraftLength.within
+
+    def rest(self: DraftLength, limit: int) -> int:
+        nonlocal calls
+        calls += 1
+        return within(self, limit) if calls > 40 else 0
+
+    def measure(_module: object, inputs: tuple[Any, ...]) -> None:
+        nonlocal widest
+        widest = max(widest, len(inputs[0].tokens))
+
+    monkeypatch.setattr(DraftLength, "within", rest)
+    with tiny_model.register_forward_pre_hook(measure):
+        engine.generate([PROMPTS[0]], greedy(num_tokens_to_generate=120))
+    assert engine.stats().draft_tokens_total > 40
+    assert accepted_fraction(engine) > 0.95
+    assert widest == 8
+
+
+def test_the_draft_model_rests_while_its_drafts_are_wrong(speculative: MakeEngine, other_model: Decoder) -> None:
+    engine = speculative(other_model, block_size_tokens=16)
+    passes = 0
+
+    def count(*_: object) -> None:
+        nonlocal passes
+        passes += 1
+
+    with other_model.register_forward_pre_hook(count):
+        engine.generate([PROMPTS[0]], greedy(num_tokens_to_generate=120))
+    assert 0 < engine.stats().draft_tokens_total < 40
+    assert 0 < passes < 40
 
 
 def test_other_weights_and_aborted_requests_change_the_drafts_only(

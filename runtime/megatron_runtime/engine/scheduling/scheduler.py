@@ -324,7 +324,7 @@ class Scheduler:
             self._prefixes.begin(sequence, matched)
         sequence.blocks = matched + self.allocator.allocate(self.blocks_for(len(sequence.tokens)) - len(matched))
         cached = len(matched) * self.limits.block_size_tokens
-        sequence.num_cached = sequence.num_computed = sequence.num_begun = sequence.num_draft_computed = cached
+        sequence.num_cached = sequence.num_computed = sequence.num_begun = cached
 
     def _release(self, sequence: Sequence) -> None:
         self.allocator.free(reversed(sequence.blocks))

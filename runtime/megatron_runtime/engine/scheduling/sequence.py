@@ -54,8 +54,6 @@ class Sequence:
     """The experts to choose for its first tokens, as `ExpertRouting.parse` returns them."""
     draft_length: DraftLength | None = None
     """How many of its next tokens are drafted, if that is permitted. A PromptLookup drafts them, too."""
-    num_draft_computed: int = 0
-    """Number of leading tokens whose keys and values of the draft model are computed, if they are still its tokens."""
     num_drafts: int = 0
     """Number of its last tokens that are drafts, while a pass computes them."""
     row: int | None = None
