@@ -9,6 +9,7 @@ import pytest
 from runtime_support.small_facts import BYTES_PER_TOKEN, PLENTY, SMALL_FACTS
 
 from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.launch.inspection import CheckpointFacts
 from megatron_runtime.launch.options import EngineOptions, LaunchOptions, ModelSource
 from megatron_runtime.launch.preflight import EnginePlan, plan_engine
 from megatron_runtime.launch.quantity import parse_bytes
@@ -18,9 +19,9 @@ FACTS = replace(SMALL_FACTS, architecture="mixed", cache_layout=replace(SMALL_FA
 BLOCK = 16 * BYTES_PER_TOKEN
 
 
-def plan(folder: Path, **engine: int) -> EnginePlan:
+def plan(folder: Path, facts: CheckpointFacts = FACTS, **engine: int) -> EnginePlan:
     options = LaunchOptions(model=ModelSource(path=folder), engine=EngineOptions(dtype="float32", **engine))
-    return plan_engine(options, FACTS, PLENTY)
+    return plan_engine(options, facts, PLENTY)
 
 
 def test_the_states_of_one_request_and_a_block_are_the_smallest_cache(tmp_path: Path) -> None:
@@ -38,6 +39,17 @@ def test_a_cache_for_a_length_has_room_for_the_states(requests: dict[str, int], 
         plan(tmp_path, kv_cache_bytes=max(requests.get("max_requests", 1), 1) * (STATES + BLOCK), **length)
     needed = parse_bytes(str(error.value).split()[-3], "--kv-cache-memory")
     assert plan(tmp_path, kv_cache_bytes=needed + 2**16, **length).max_sequence_length == 512
+
+
+@pytest.mark.parametrize(
+    ("engine", "longest"),
+    [({}, 9216), ({"prefix_caching": False}, 12288), ({"max_sequence_length": 12288}, 12288)],
+)
+def test_snapshots_take_a_quarter_of_the_room_for_blocks_unless_a_length_needs_it(
+    engine: dict[str, int], longest: int, tmp_path: Path
+) -> None:
+    sizes = {"kv_cache_bytes": 2 * STATES + 4 * STATES, "max_requests": 2} | engine
+    assert plan(tmp_path, replace(FACTS, longest=2**16), **sizes).max_sequence_length == longest
 
 
 def test_speculation_is_refused(tmp_path: Path) -> None:

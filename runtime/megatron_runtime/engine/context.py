@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.block_tables import BlockTables
-from megatron_runtime.engine.context_limits import ContextLimits, config_for_model
+from megatron_runtime.engine.context_limits import ContextLimits, check_drafts, config_within
 from megatron_runtime.engine.packed_arrays import on_device
 from megatron_runtime.engine.routing_store import ExpertRouting
 from megatron_runtime.engine.sampling.grammar import RequestGuide
@@ -22,7 +22,8 @@ from megatron_runtime.engine.sampling.sampling_table import SamplingRules, Sampl
 from megatron_runtime.engine.sampling.thinking import ThinkingLimit
 from megatron_runtime.engine.scheduling.block_allocator import BlockAllocator
 from megatron_runtime.engine.scheduling.prefix_cache import PrefixCache
-from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice
+from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice, SettledPass
+from megatron_runtime.engine.scheduling.state_snapshots import StateSnapshots
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
@@ -100,15 +101,17 @@ class DynamicInferenceContext:
 
     def _allocate(self, model_config: ModelConfig, dtype: torch.dtype, device: torch.device, shard: Shard) -> None:
         self.device = device
-        self.config = inference_config = config_for_model(model_config, self.config)
+        check_drafts(model_config, self.config)
         self.has_states = model_config.recurrent is not None
         """Whether each row is the slot of the recurrent states of a sequence."""
         self.limits = ContextLimits.derive(
-            shard.largest_cache_config, inference_config, dtype=dtype, device_type=self.device.type
+            shard.largest_cache_config, self.config, dtype=dtype, device_type=self.device.type
         )
+        self.config = inference_config = config_within(self.limits, model_config, self.config)
         prefixes = None
         if inference_config.enable_prefix_caching:
-            prefixes = PrefixCache(inference_config.prefix_caching_eviction_policy, self.block_size_tokens)
+            snapshots = StateSnapshots(self.limits.num_snapshots) if self.has_states else None
+            prefixes = PrefixCache(inference_config.prefix_caching_eviction_policy, self.block_size_tokens, snapshots)
         self.allocator = BlockAllocator(self.limits.num_blocks, prefixes)
         self.kv_cache: KVCache = self.limits.allocate(shard.cache_config, dtype, self.device)
         draft = inference_config.speculative_draft_model
@@ -141,8 +144,7 @@ class DynamicInferenceContext:
         """Count a pass over slices of running sequences."""
         self.step_count += 1
         for part in slices:
-            assert part.sequence.row is not None, f"request {part.sequence.request_id} has no row"
-            if part.start < (end := self._prefill_ends[part.sequence.row]):
+            if part.start < (end := self._prefill_ends[_row_of(part.sequence)]):
                 self.lifetime_prefill_token_count += min(part.end, end) - part.start
 
     @property
@@ -181,6 +183,20 @@ class DynamicInferenceContext:
         if sequence.row is not None:
             self._free_rows.append(sequence.row)
             sequence.row = None
+
+    def load_snapshots(self, slices: Slices[SequenceSlice]) -> None:
+        """Copy the recurrent states that sequences begin with, before the pass that computes their first slices."""
+        for part in slices:
+            if (snapshot := part.sequence.first_snapshot) is not None:
+                self.kv_cache.load_snapshot(snapshot, _row_of(part.sequence))
+                part.sequence.first_snapshot = None
+
+    def apply(self, settled: SettledPass) -> None:
+        """Copy the recurrent states that a pass has left, and renew the tables of changed sequences."""
+        for sequence in settled.replaced:
+            self.block_tables.clear(_row_of(sequence))
+        for sequence, snapshot in settled.snapshots:
+            self.kv_cache.store_snapshot(_row_of(sequence), snapshot)
 
     def forward_batch(self, slices: Slices[SequenceSlice]) -> ForwardBatch:
         """The flat batch of slices of running sequences, which own the blocks that they need."""
@@ -292,6 +308,11 @@ class DynamicInferenceContext:
         rows = [sequence.row for sequence in running]
         assert None not in rows, "a running sequence has no row"
         assert sorted([*self._free_rows, *(row for row in rows if row is not None)]) == list(range(self.max_requests))
+
+
+def _row_of(sequence: Sequence) -> int:
+    assert sequence.row is not None, f"request {sequence.request_id} has no row"
+    return sequence.row
 
 
 def _logit_rows(slices: Slices[SequenceSlice], query_starts: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -10,6 +10,7 @@ import torch
 from megatron_runtime.config import CUDA_TOKENS_PER_PASS, DEFAULT_MAX_REQUESTS, InferenceConfig
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.attention_kind import attention_kind
+from megatron_runtime.model.cache_layout import PoolShares
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.kv_cache import KVCache
@@ -32,6 +33,8 @@ class ContextLimits:
     max_sequence_length: int
     paused_blocks: int = 0
     """Most blocks of requests that wait for further blocks."""
+    num_snapshots: int = 0
+    """Most snapshots of recurrent states in the prefix cache."""
 
     @property
     def max_blocks_per_sequence(self) -> int:
@@ -50,10 +53,12 @@ class ContextLimits:
         max_sequence_length = _sequence_length(model_config, config)
         blocks_each = -(-max_sequence_length // config.block_size_tokens)
         wanted = config.max_requests or min(DEFAULT_MAX_REQUESTS, config.max_tokens or DEFAULT_MAX_REQUESTS)
-        max_requests, affordable = _divide_pool(model_config, config, dtype, device_type, wanted)
+        least_blocks = 1 if config.max_sequence_length is None else blocks_each
+        shares = _divide_pool(model_config, config, dtype, device_type, wanted, least_blocks)
+        max_requests = shares.sequences
         if max_requests < wanted:
             _logger.info("max_requests=%d: the pool has room for the states of %d requests", wanted, max_requests)
-        num_blocks = min(affordable, max_requests * blocks_each)
+        num_blocks = min(shares.blocks, max_requests * blocks_each)
         return cls(
             num_blocks=num_blocks,
             block_size_tokens=config.block_size_tokens,
@@ -61,6 +66,7 @@ class ContextLimits:
             max_tokens=_tokens_per_pass(config, max_requests, max_sequence_length, device_type),
             max_sequence_length=max_sequence_length,
             paused_blocks=int((config.paused_buffer_size_gb or 0) * 2**30) // block_bytes(model_config, config, dtype),
+            num_snapshots=min(shares.snapshots, num_blocks),
         )
 
     def allocate(self, model_config: ModelConfig, dtype: torch.dtype, device: torch.device) -> KVCache:
@@ -71,11 +77,13 @@ class ContextLimits:
         """
         try:
             return KVCache(
-                model_config, self.num_blocks, self.block_size_tokens, dtype, device, num_states=self.max_requests
+                *(model_config, self.num_blocks, self.block_size_tokens, dtype, device),
+                num_states=self.max_requests,
+                num_snapshots=self.num_snapshots,
             )
         except (RuntimeError, MemoryError) as error:
             size = self.num_blocks * KVCache.block_bytes(model_config, self.block_size_tokens, dtype)
-            size += self.max_requests * attention_kind(model_config).cache_layout.state_bytes
+            size += (self.max_requests + self.num_snapshots) * attention_kind(model_config).cache_layout.state_bytes
             raise ConfigurationError(
                 f"the KV cache of {size} bytes can't be allocated on {device} ({error}); "
                 "lower kv_cache_memory_bytes, max_requests or max_sequence_length",
@@ -83,21 +91,26 @@ class ContextLimits:
             ) from error
 
 
-def config_for_model(model_config: ModelConfig, config: InferenceConfig) -> InferenceConfig:
-    """The configuration without what recurrent layers can't do yet.
-
-    Raises:
-        ConfigurationError: Their states can't return to the token before a wrong draft.
-    """
-    if model_config.recurrent is None:
-        return config
-    if config.num_speculative_tokens:
+def check_drafts(model_config: ModelConfig, config: InferenceConfig) -> None:
+    """Raise ConfigurationError: recurrent states can't return to the token before a wrong draft."""
+    if model_config.recurrent is not None and config.num_speculative_tokens:
         raise ConfigurationError(
             f"num_speculative_tokens={config.num_speculative_tokens}: {model_config.architecture} {NO_DRAFTS}; set 0",
             field="num_speculative_tokens",
         )
-    if config.enable_prefix_caching:
-        _logger.info("enable_prefix_caching=False: blocks have no states of the recurrent layers to begin with")
+
+
+def config_within(limits: ContextLimits, model_config: ModelConfig, config: InferenceConfig) -> InferenceConfig:
+    """The configuration, without a prefix cache if the pool has no room for a snapshot of recurrent states."""
+    if model_config.recurrent is None or limits.num_snapshots or not config.enable_prefix_caching:
+        return config
+    _logger.info(
+        "enable_prefix_caching=False: the pool has no room for a copy of recurrent states, %d bytes, for the prefix "
+        "cache; raise %s%s",
+        model_config.recurrent.state_bytes,
+        _size_field(config),
+        "" if config.max_requests is None else f" or lower max_requests={config.max_requests}",
+    )
     return replace(config, enable_prefix_caching=False)
 
 
@@ -128,20 +141,35 @@ def _sequence_length(model_config: ModelConfig, config: InferenceConfig) -> int:
 
 
 def _divide_pool(
-    model_config: ModelConfig, config: InferenceConfig, dtype: torch.dtype, device_type: str, max_requests: int
-) -> tuple[int, int]:
-    """The requests that the pool has room for, and its blocks."""
+    model_config: ModelConfig,
+    config: InferenceConfig,
+    dtype: torch.dtype,
+    device_type: str,
+    max_requests: int,
+    least_blocks: int,
+) -> PoolShares:
+    """What the pool has room for."""
     layout, each = attention_kind(model_config).cache_layout, block_bytes(model_config, config, dtype)
     available = config.pool_bytes(device_type)
     if available < layout.smallest_pool(each):
-        field = "buffer_size_gb" if config.kv_cache_memory_bytes is None else "kv_cache_memory_bytes"
+        field = _size_field(config)
         states = f" and the recurrent states of one request, {layout.state_bytes} bytes" if layout.state_bytes else ""
         raise ConfigurationError(
             f"{field}={getattr(config, field)} is less than one KV block of {each} bytes "
             f"({config.block_size_tokens} tokens){states}; raise it or lower block_size_tokens",
             field=field,
         )
-    return layout.divide(available, each, max_requests, is_chosen=config.max_requests is not None)
+    return layout.divide(
+        *(available, each, max_requests),
+        is_chosen=config.max_requests is not None,
+        has_snapshots=config.enable_prefix_caching,
+        least_blocks=least_blocks,
+    )
+
+
+def _size_field(config: InferenceConfig) -> str:
+    """The field that gives the size of the pool."""
+    return "buffer_size_gb" if config.kv_cache_memory_bytes is None else "kv_cache_memory_bytes"
 
 
 def _tokens_per_pass(config: InferenceConfig, max_requests: int, max_sequence_length: int, device_type: str) -> int:

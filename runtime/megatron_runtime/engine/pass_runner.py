@@ -14,7 +14,7 @@ from megatron_runtime.engine.draft_rows import draft_rows
 from megatron_runtime.engine.request_book import RequestBook
 from megatron_runtime.engine.sampling.sampler import NO_TOKEN
 from megatron_runtime.engine.scheduling.scheduler import Schedule, Scheduler
-from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice
+from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice, SettledPass
 from megatron_runtime.engine.shared_output import PendingOutput, awaited_output, share_output
 from megatron_runtime.engine.text_generation_controller import StepOutput, TextGenerationController
 from megatron_runtime.engine.tracked_request import FinishReason, Scores, TrackedRequest
@@ -140,6 +140,7 @@ class PassRunner:
         try:
             if self._draft_model is not None:
                 slices = self._draft_model.propose(slices)
+            self._context.load_snapshots(slices)
             with draft_rows(slices) as rows:
                 output = self._run(rows)
         except torch.OutOfMemoryError as error:
@@ -231,7 +232,7 @@ class PassRunner:
 
     def _settle(self, done: _Pass) -> None:
         output = done.output()
-        self._scheduler.settle(done.slices)
+        self._apply_settled(self._scheduler.settle(done.slices))
         tokens = iter(enumerate(output.tokens))
         pooled = iter(output.pooled)
         next_log_prob = 0
@@ -259,6 +260,15 @@ class PassRunner:
             self._settle_one(tracked, part, token, scores)
             if sampled and token is not None:
                 self._settle_drafts(tracked, part, [token, *sampled])
+
+    def _apply_settled(self, settled: SettledPass) -> None:
+        try:
+            self._context.apply(settled)
+        except BaseException:
+            # A snapshot may have wrong states. Without their tokens, the requests are computed again.
+            self.evict_all()
+            self._scheduler.forget_prefixes()
+            raise
 
     def _settle_drafts(self, tracked: TrackedRequest, part: SequenceSlice, sampled: list[int]) -> None:
         """Keep the tokens sampled after drafts that were right themselves."""

@@ -204,8 +204,13 @@ def _length(options: LaunchOptions, facts: CheckpointFacts, cache: int, length: 
             f"tokens{states}; give at least {format_bytes(smallest)}"
         )
     requests = engine.max_requests or DEFAULT_MAX_REQUESTS
-    _, blocks = layout.divide(cache, block, requests, is_chosen=engine.max_requests is not None)
-    fitting = blocks * engine.block_size_tokens
+    shares = layout.divide(
+        *(cache, block, requests),
+        is_chosen=engine.max_requests is not None,
+        has_snapshots=engine.prefix_caching,
+        least_blocks=1 if engine.max_sequence_length is None else -(-length // engine.block_size_tokens),
+    )
+    fitting = shares.blocks * engine.block_size_tokens
     if engine.max_sequence_length is not None and fitting < length:
         needed = (length + engine.block_size_tokens) * block // engine.block_size_tokens
         of_states = requests * layout.state_bytes

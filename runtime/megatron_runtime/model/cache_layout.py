@@ -3,6 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+_CHOSEN_PART = 4
+"""Snapshots get at most one of this number of parts of what the states of a chosen number of sequences leave."""
+_SLOTS_PER_SNAPSHOT = 3
+"""Otherwise, one of this number of slots for states has a snapshot."""
+
+
+class PoolShares(NamedTuple):
+    """What a pool has room for."""
+
+    sequences: int
+    blocks: int
+    snapshots: int
+    """Copies of the states of a sequence, for the prefix cache."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +55,41 @@ class CacheLayout:
         """Bytes of the smallest pool that `divide` accepts: the states and a block of one sequence."""
         return self.state_bytes + block_bytes
 
-    def divide(self, num_bytes: int, block_bytes: int, sequences: int, *, is_chosen: bool) -> tuple[int, int]:
-        """The sequences that a pool of this size has states for, and its blocks. It is not below `smallest_pool`.
+    def divide(
+        self,
+        num_bytes: int,
+        block_bytes: int,
+        sequences: int,
+        *,
+        is_chosen: bool,
+        has_snapshots: bool = False,
+        least_blocks: int = 1,
+    ) -> PoolShares:
+        """The sequences that a pool of this size has states for, its blocks, and its snapshots of states.
 
-        ``block_bytes`` may include those of another model. There are at most ``sequences``, each of them with a block.
-        Unless that number ``is_chosen`` by the user, states take at most half of the pool. Without states, it is no
-        limit.
+        Without states, ``sequences`` is no limit, and there are no snapshots. Otherwise each sequence has a block, and
+        unless the number ``is_chosen`` by the user, states and snapshots together take at most half of the pool.
+
+        Args:
+            num_bytes: Not below `smallest_pool`.
+            block_bytes: Of one block; may include those of another model.
+            sequences: Most sequences.
+            is_chosen: Whether the user chose the number of sequences.
+            has_snapshots: Whether the prefix cache is wanted, which needs snapshots.
+            least_blocks: Blocks that snapshots leave, if there are as many.
         """
-        if self.state_bytes:
-            sequences = min(sequences, num_bytes // self.smallest_pool(block_bytes))
-            if not is_chosen:
-                sequences = min(sequences, max(1, num_bytes // 2 // self.state_bytes))
-        return sequences, (num_bytes - sequences * self.state_bytes) // block_bytes
+        if not self.state_bytes:
+            return PoolShares(sequences, num_bytes // block_bytes, 0)
+        sequences = min(sequences, num_bytes // self.smallest_pool(block_bytes))
+        snapshots = 0
+        if is_chosen:
+            left = num_bytes - sequences * self.state_bytes
+            if has_snapshots:
+                spare = left - max(least_blocks, sequences) * block_bytes
+                snapshots = max(min(left // _CHOSEN_PART, spare), 0) // self.state_bytes
+        else:
+            slots = max(1, num_bytes // 2 // self.state_bytes)
+            if has_snapshots:
+                snapshots = slots // _SLOTS_PER_SNAPSHOT
+            sequences = min(sequences, slots - snapshots)
+        return PoolShares(sequences, (num_bytes - (sequences + snapshots) * self.state_bytes) // block_bytes, snapshots)

@@ -15,14 +15,14 @@ from megatron_runtime.model.recurrent_states import RecurrentStates
 
 LayerCache = tuple[Tensor, ...]
 """The arrays of one layer, as described by its CacheLayout: each [num_blocks, heads, block_size_tokens, width]. Those
-of a recurrent layer are its states: each [num_states, ...]."""
+of a recurrent layer are its states: each [num_states + num_snapshots, ...]."""
 
 
 class KVCache:
     """A pool of ``num_blocks`` blocks, each with room for ``block_size_tokens`` tokens in every layer with attention.
 
     The scheduler assigns blocks to requests; the pool only stores their contents. With recurrent layers it also has
-    the states of ``num_states`` sequences.
+    the states of ``num_states`` sequences, and ``num_snapshots`` copies of states for the prefix cache.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class KVCache:
         device: torch.device | str = "cpu",
         *,
         num_states: int = 1,
+        num_snapshots: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size_tokens = block_size_tokens
@@ -45,7 +46,8 @@ class KVCache:
         """Of each layer, its place among those of the same kind."""
         self._states: RecurrentStates | None = None
         if config.recurrent is not None:
-            self._states = RecurrentStates(config.recurrent, num_states, self.device)
+            self._states = RecurrentStates(config.recurrent, num_states + num_snapshots, self.device)
+        self._num_states = num_states
         self._storage: list[Tensor] | None = None
         self._offloaded: tuple[Tensor, list[Tensor]] | None = None
         """Block numbers, and the contents of these blocks in each array."""
@@ -79,6 +81,16 @@ class KVCache:
         if self._states is not None and self._kinds[index] == "recurrence":
             return self._states.layer(self._places[index])
         return self._blocks_of(self._places[index])
+
+    def store_snapshot(self, slot: int, snapshot: int) -> None:
+        """Copy the states of a sequence's slot to a snapshot."""
+        assert self._states is not None, "the model has no states"
+        self._states.copy(slot, self._num_states + snapshot)
+
+    def load_snapshot(self, snapshot: int, slot: int) -> None:
+        """Copy the states of a snapshot to a sequence's slot."""
+        assert self._states is not None, "the model has no states"
+        self._states.copy(self._num_states + snapshot, slot)
 
     def _blocks_of(self, place: int) -> LayerCache:
         assert self._storage is not None, "the cache was released or offloaded"

@@ -34,6 +34,12 @@ class RecurrentStates:
         assert self._storage is not None, "the states were released"
         return tuple(array[index] for array in self._storage)
 
+    def copy(self, source: int, target: int) -> None:
+        """Copy the states of one slot to another one, in all layers."""
+        assert self._storage is not None, "the states were released"
+        for array in self._storage:
+            array[:, target].copy_(array[:, source])
+
     def release(self) -> None:
         """Release the memory and the contents."""
         self._storage = None

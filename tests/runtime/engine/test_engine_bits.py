@@ -166,7 +166,7 @@ def test_when_evicted_and_computed_again(model: Decoder, byte_tokenizer: Tokeniz
 def test_over_a_prefix_that_another_request_left(model: Decoder, byte_tokenizer: Tokenizer) -> None:
     without, _ = serve(model, byte_tokenizer, SHARED)
     cached, engine = serve(model, byte_tokenizer, SHARED, together=False, enable_prefix_caching=True)
-    assert engine.stats().prefix_hits_total == (len(SHARED) - 1 if model.config.recurrent is None else 0)
+    assert engine.stats().prefix_hits_total == len(SHARED) - 1
     assert cached == without
 
 

@@ -1,6 +1,6 @@
 """Engines over a model with recurrent layers: what they refuse, and the memory and the reset of the states.
 
-`test_engine_bits` has evictions, suspensions and chunks of such a model.
+`test_engine_bits` has evictions, suspensions and chunks of such a model, `test_engine_snapshots` its prefix cache.
 """
 
 from __future__ import annotations
@@ -12,22 +12,16 @@ from typing import Any
 import pytest
 import torch
 from engine_support.random_llama import random_llama
+from engine_support.recurrent import DELTA, MAMBA, state_bytes
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.errors import CheckpointError, ConfigurationError
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.kv_cache import KVCache
-from megatron_runtime.model.recurrent_config import GatedDeltaConfig, Mamba2Config
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
-DELTA = {"recurrent": GatedDeltaConfig(frozenset({0}), key_heads=2, value_heads=4, key_dim=8, value_dim=8, taps=3)}
-MAMBA = {
-    "recurrent": Mamba2Config(frozenset({0}), key_heads=2, value_heads=4, key_dim=8, value_dim=8, taps=3),
-    "num_layers": 3,
-    "feed_forward_layers": frozenset({1}),
-}
 GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=12, ignore_eos=True)
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7], [20] * 11]
 
@@ -37,11 +31,6 @@ def model(request: pytest.FixtureRequest) -> Decoder:
     model = random_llama(hidden=32, intermediate=48, std=0.3, **request.param)
     model.prepare()
     return model
-
-
-def state_bytes(model: Decoder) -> int:
-    assert model.config.recurrent is not None
-    return model.config.recurrent.state_bytes
 
 
 def make_engine(model: Decoder, tokenizer: Tokenizer, **settings: Any) -> DynamicInferenceEngine:
@@ -65,16 +54,6 @@ def test_slots_of_ended_and_aborted_requests_are_used_again(model: Decoder, byte
     assert all(future.done() for future in futures)
     assert tokens_of(engine) == expected
     engine.check_integrity()
-
-
-def test_prefix_caching_is_off_and_the_log_says_so(
-    model: Decoder, byte_tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO):
-        engine = make_engine(model, byte_tokenizer, enable_prefix_caching=True)
-    assert sum("enable_prefix_caching=False" in line for line in caplog.messages) == 1
-    assert not engine.config.enable_prefix_caching
-    assert engine.context.allocator.prefixes is None
 
 
 def test_speculation_is_refused(model: Decoder, byte_tokenizer: Tokenizer) -> None:

@@ -117,20 +117,32 @@ LAYOUT = CacheLayout(num_layers=1, heads=1, key_width=8, value_width=8, state_by
 
 
 @pytest.mark.parametrize(
-    ("size", "sequences", "is_chosen", "expected"),
+    ("size", "sequences", "is_chosen", "expected", "with_snapshots"),
     [
-        (1256, 10, False, (1, 1)),
-        (10000, 10, False, (5, 19)),
-        (10000, 2, False, (2, 31)),
-        (10000, 7, True, (7, 11)),
-        (10000, 100, True, (7, 11)),
+        (1256, 10, False, (1, 1, 0), (1, 1, 0)),
+        (10000, 10, False, (5, 19, 0), (4, 19, 1)),
+        (10000, 2, False, (2, 31, 0), (2, 27, 1)),
+        (10000, 7, True, (7, 11, 0), (7, 11, 0)),
+        (10000, 4, True, (4, 23, 0), (4, 19, 1)),
+        (10000, 100, True, (7, 11, 0), (7, 11, 0)),
     ],
 )
-def test_a_pool_is_divided_into_states_and_blocks(
-    size: int, sequences: int, is_chosen: bool, expected: tuple[int, int]
+def test_a_pool_is_divided_into_states_blocks_and_snapshots(
+    size: int,
+    sequences: int,
+    is_chosen: bool,
+    expected: tuple[int, int, int],
+    with_snapshots: tuple[int, int, int],
 ) -> None:
     assert LAYOUT.smallest_pool(256) == 1256
     assert LAYOUT.divide(size, 256, sequences, is_chosen=is_chosen) == expected
+    assert LAYOUT.divide(size, 256, sequences, is_chosen=is_chosen, has_snapshots=True) == with_snapshots
+
+
+@pytest.mark.parametrize(("least_blocks", "snapshots"), [(19, 1), (20, 0), (100, 0)])
+def test_snapshots_leave_the_blocks_of_the_longest_sequence(least_blocks: int, snapshots: int) -> None:
+    shares = LAYOUT.divide(10000, 256, 4, is_chosen=True, has_snapshots=True, least_blocks=least_blocks)
+    assert shares == (4, 23 if not snapshots else 19, snapshots)
 
 
 def model_config(**changes: Any) -> ModelConfig:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from megatron_runtime.engine.scheduling.prefix_cache import PrefixCache
+from megatron_runtime.engine.scheduling.sequence import Sequence
 
 
 class BlockAllocator:
@@ -85,6 +86,15 @@ class BlockAllocator:
             self._owners[block] -= 1
             if not self._owners[block] and (self.prefixes is None or not self.prefixes.retain(block)):
                 self._free.append(block)
+
+    def register(self, sequence: Sequence) -> bool:
+        """Register the computed blocks of a sequence in the prefix cache; True if known ones replaced some of them."""
+        assert self.prefixes is not None, "blocks are registered only with a prefix cache"
+        replaced = self.prefixes.register(sequence)
+        for own, known in replaced:
+            self.share([known])
+            self.free([own])
+        return bool(replaced)
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache; owned blocks stay owned."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_runtime.config import PrefixCachingEvictionPolicy
 from megatron_runtime.engine.scheduling.sequence import Sequence
+from megatron_runtime.engine.scheduling.state_snapshots import StateSnapshots
 
 _NO_PARENT = -1
 
@@ -32,14 +33,22 @@ class PrefixCache:
     a parent has at least the owners of its children, and blocks that are freed from the last to the first become
     evictable children first: in the order in which blocks became evictable, no parent is evicted before its child.
 
+    With recurrent layers, a sequence can begin only at the end of a block that has a snapshot of their states. A
+    sequence that computes known blocks again, to reach the place where it needs a snapshot, then owns the known ones in
+    place of its own. So its later blocks can be registered behind them.
+
     Args:
         policy: What happens to a block without an owner.
         block_size_tokens: Tokens per block.
+        snapshots: The snapshots of recurrent states; None in a model without such layers.
     """
 
-    def __init__(self, policy: PrefixCachingEvictionPolicy, block_size_tokens: int) -> None:
+    def __init__(
+        self, policy: PrefixCachingEvictionPolicy, block_size_tokens: int, snapshots: StateSnapshots | None = None
+    ) -> None:
         self._policy = policy
         self._block_size = block_size_tokens
+        self._snapshots = snapshots
         self._by_hash: dict[int, _Entry] = {}
         self._by_block: dict[int, _Entry] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
@@ -61,49 +70,83 @@ class PrefixCache:
         """The blocks of the longest known prefix that the sequence can skip, in order.
 
         At least one token remains to be computed, and all tokens whose logits are needed for log probabilities or whose
-        hidden states are pooled.
+        hidden states are pooled. With recurrent layers, the prefix ends at a snapshot.
         """
-        blocks: list[int] = []
-        parent = _NO_PARENT
-        for index in range(self._max_skipped(sequence)):
-            entry = self._by_hash.get(sequence.block_hashes[index])
-            if entry is None or entry.parent != parent or entry.tokens != self._tokens(sequence, index):
-                break
-            blocks.append(parent := entry.block)
+        blocks = self._known_blocks(sequence)
+        while self._snapshots is not None and blocks and blocks[-1] not in self._snapshots:
+            blocks.pop()
         return blocks
 
-    def begin(self, sequence: Sequence, num_matched: int) -> None:
-        """Record that the sequence starts to run with a number of matched blocks.
+    def begin(self, sequence: Sequence, matched: list[int]) -> None:
+        """Record that the sequence starts to run with matched blocks.
 
         It can register the blocks that its present tokens fill. Blocks of tokens generated later are not registered,
         since decoding rounds differently from a prefill.
-        """
-        sequence.num_registered = num_matched
-        sequence.num_registrable = min(len(sequence.block_hashes), len(sequence.tokens) // self._block_size)
 
-    def register(self, sequence: Sequence) -> None:
-        """Register the blocks that were computed since the last call."""
+        With recurrent layers it begins with the states of the last matched block, and leaves snapshots at the end of
+        the known blocks, where its prompt branches off from another one, and at the last end of a block that the same
+        prompt could skip.
+        """
+        sequence.num_registered = len(matched)
+        sequence.num_registrable = min(len(sequence.block_hashes), len(sequence.tokens) // self._block_size)
+        if self._snapshots is None:
+            return
+        last = min(sequence.num_registrable, (len(sequence.tokens) - 1) // self._block_size)
+        ends = sorted({len(self._known_blocks(sequence)), last})
+        sequence.snapshot_ends = [end * self._block_size for end in ends if end > len(matched)]
+        sequence.first_snapshot = self._snapshots.use(matched) if matched else None
+
+    def register(self, sequence: Sequence) -> list[tuple[int, int]]:
+        """Register the blocks that were computed since the last call.
+
+        Returns:
+            With recurrent layers, the blocks of the sequence that were known, as pairs of its own block and the known
+            one, which replaces it in ``sequence.blocks``. The caller changes the owners.
+        """
+        replaced: list[tuple[int, int]] = []
         for index in range(sequence.num_registered, self._last_complete(sequence, sequence.num_computed)):
-            block_hash = sequence.block_hashes[index]
-            if block_hash in self._by_hash:
+            block_hash, own = sequence.block_hashes[index], sequence.blocks[index]
+            parent = sequence.blocks[index - 1] if index else _NO_PARENT
+            known = self._by_hash.get(block_hash)
+            if known is None:
+                entry = _Entry(own, block_hash, self._tokens(sequence, index), parent)
+                self._by_hash[block_hash] = self._by_block[own] = entry
+            elif self._snapshots is not None and self._is_block(known, sequence, index, parent):
+                sequence.blocks[index] = known.block
+                replaced.append((own, known.block))
+            else:
                 # Its later blocks would have this one as their parent.
                 sequence.num_registrable = index
-                return
-            parent = sequence.blocks[index - 1] if index else _NO_PARENT
-            entry = _Entry(sequence.blocks[index], block_hash, self._tokens(sequence, index), parent)
-            self._by_hash[block_hash] = self._by_block[entry.block] = entry
+                break
             sequence.num_registered = index + 1
+        return replaced
+
+    def snapshot(self, sequence: Sequence) -> int | None:
+        """The slot for a snapshot of the states of a sequence after its computed tokens; None without one."""
+        if self._snapshots is None or sequence.num_computed not in sequence.snapshot_ends[:1]:
+            return None
+        num_blocks = sequence.snapshot_ends.pop(0) // self._block_size
+        block = sequence.blocks[num_blocks - 1]
+        if sequence.num_registered < num_blocks or block in self._snapshots:
+            return None
+        return self._snapshots.add(block)
 
     def upcoming(self, sequence: Sequence) -> dict[int, tuple[int, ...]]:
-        """Hashes and tokens of the blocks that will be registered when the passes in flight are computed."""
+        """Hashes and tokens of the blocks that will be registered when the passes in flight are computed.
+
+        With recurrent layers: those of the blocks at whose ends the sequence will leave snapshots.
+        """
         indices = range(sequence.num_registered, self._last_complete(sequence, sequence.num_begun))
-        return {sequence.block_hashes[index]: self._tokens(sequence, index) for index in indices}
+        if self._snapshots is not None:
+            return self._of_blocks(sequence, [end // self._block_size - 1 for end in sequence.snapshot_ends])
+        return self._of_blocks(sequence, indices)
 
     def is_next(self, sequence: Sequence, num_matched: int, upcoming: dict[int, tuple[int, ...]]) -> bool:
-        """True if the first block after the matched ones is among the upcoming ones."""
-        if num_matched >= self._max_skipped(sequence):
-            return False
-        return upcoming.get(sequence.block_hashes[num_matched]) == self._tokens(sequence, num_matched)
+        """True if the first block after the matched ones is among the upcoming ones; with recurrent layers, any."""
+        end = self._max_skipped(sequence)
+        indices = range(num_matched, end if self._snapshots is not None else min(num_matched + 1, end))
+        hashes = sequence.block_hashes
+        return any(upcoming.get(hashes[index]) == self._tokens(sequence, index) for index in indices)
 
     def retain(self, block: int) -> bool:
         """Keep the contents of a block without an owner: True if it is evictable now, False if it is free."""
@@ -135,6 +178,8 @@ class PrefixCache:
         self._evictable.clear()
         self._by_block.clear()
         self._by_hash.clear()
+        if self._snapshots is not None:
+            self._snapshots.clear()
         return evictable
 
     def check_integrity(self, owners: Iterable[int]) -> None:
@@ -159,9 +204,31 @@ class PrefixCache:
         for block in self._evictable:
             assert self._by_block[block].parent not in evicted, f"block {block} would be evicted after its parent"
             evicted.add(block)
+        if self._snapshots is not None:
+            self._snapshots.check_integrity(self._by_block)
+
+    def _known_blocks(self, sequence: Sequence) -> list[int]:
+        """The blocks of the longest known prefix that can be skipped as far as its logits and hidden states matter."""
+        blocks: list[int] = []
+        parent = _NO_PARENT
+        for index in range(self._max_skipped(sequence)):
+            entry = self._by_hash.get(sequence.block_hashes[index])
+            if entry is None or not self._is_block(entry, sequence, index, parent):
+                break
+            blocks.append(parent := entry.block)
+        return blocks
+
+    def _is_block(self, entry: _Entry, sequence: Sequence, index: int, parent: int) -> bool:
+        """True if a block with the hash of a sequence's one also has its tokens and its parent."""
+        return entry.parent == parent and entry.tokens == self._tokens(sequence, index)
+
+    def _of_blocks(self, sequence: Sequence, indices: Iterable[int]) -> dict[int, tuple[int, ...]]:
+        return {sequence.block_hashes[index]: self._tokens(sequence, index) for index in indices}
 
     def _forget(self, block: int) -> None:
         del self._by_hash[self._by_block.pop(block).block_hash]
+        if self._snapshots is not None:
+            self._snapshots.drop(block)
 
     def _max_skipped(self, sequence: Sequence) -> int:
         if sequence.pooling == "mean":

@@ -8,7 +8,7 @@ from megatron_runtime.engine.scheduling.block_allocator import BlockAllocator
 from megatron_runtime.engine.scheduling.mask_budget import held_back
 from megatron_runtime.engine.scheduling.ordered_sequences import OrderedSequences
 from megatron_runtime.engine.scheduling.prompt_lookup import PromptLookup
-from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice
+from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice, SettledPass, check_sharing
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,8 @@ class Scheduler:
 
     With a prefix cache, a sequence begins after the known prefix of its tokens. Only whole blocks are skipped, and
     never the last token, so that no sequence writes to a shared block. A sequence whose next block is being computed
-    for another one waits for it.
+    for another one waits for it. With recurrent layers, sequences begin at snapshots of their states: a slice ends
+    where a sequence leaves one, and other sequences that can begin there wait for it.
     """
 
     def __init__(self, limits: SchedulerLimits, allocator: BlockAllocator) -> None:
@@ -162,13 +163,18 @@ class Scheduler:
         known, self._paused = self._paused, {sequence.request_id for sequence in paused}
         return Schedule(slices, admitted, evicted, [each for each in paused if each.request_id not in known])
 
-    def settle(self, slices: list[SequenceSlice]) -> None:
+    def settle(self, slices: list[SequenceSlice]) -> SettledPass:
         """Record that the oldest pass in flight was computed."""
+        settled = SettledPass([], [])
         for part in slices:
             if part.counts:
                 part.sequence.num_computed = part.end
                 if self._prefixes is not None:
-                    self._prefixes.register(part.sequence)
+                    if self.allocator.register(part.sequence):
+                        settled.replaced.append(part.sequence)
+                    if (slot := self._prefixes.snapshot(part.sequence)) is not None:
+                        settled.snapshots.append((part.sequence, slot))
+        return settled
 
     def accept_draft(self, sequence: Sequence) -> None:
         """Record that the first draft after the computed tokens was right, and is computed."""
@@ -186,7 +192,7 @@ class Scheduler:
         self.allocator.forget_prefixes()
         for sequence in self._running:
             # Their later blocks depend on blocks that are not registered any more.
-            sequence.num_registered = sequence.num_registrable = 0
+            sequence.forget_prefixes()
 
     def evict_all(self) -> list[Sequence]:
         """Return every running sequence to the queue; the result has the least urgent one first."""
@@ -212,7 +218,7 @@ class Scheduler:
         for sequence in self._waiting:
             assert not sequence.blocks, "a waiting sequence owns blocks"
             assert sequence.num_begun == sequence.num_computed == 0, "a waiting sequence has computed tokens"
-        self._check_sharing()
+        check_sharing(self._running, self.limits.block_size_tokens)
 
     def _share(self, sequences: int) -> int:
         """Number of sequences per pass, so that each pass in flight has some."""
@@ -315,7 +321,7 @@ class Scheduler:
         if self._prefixes is not None:
             # First, or a matched block could be evicted by the allocation of the others.
             self.allocator.share(matched)
-            self._prefixes.begin(sequence, len(matched))
+            self._prefixes.begin(sequence, matched)
         sequence.blocks = matched + self.allocator.allocate(self.blocks_for(len(sequence.tokens)) - len(matched))
         cached = len(matched) * self.limits.block_size_tokens
         sequence.num_cached = sequence.num_computed = sequence.num_begun = cached
@@ -325,20 +331,5 @@ class Scheduler:
         sequence.blocks = []
         sequence.num_computed = sequence.num_begun = sequence.num_cached = 0
         sequence.num_evictions += 1
-        sequence.num_registered = sequence.num_registrable = 0
-
-    def _check_sharing(self) -> None:
-        """Assert that the owners of a shared block have equal, computed tokens up to its end."""
-        size = self.limits.block_size_tokens
-        users: dict[int, tuple[Sequence, int]] = {}
-        for sequence in self._running:
-            for index, block in enumerate(sequence.blocks):
-                other, position = users.setdefault(block, (sequence, index))
-                if other is sequence:
-                    continue
-                end = (index + 1) * size
-                assert position == index, f"block {block} has two positions"
-                assert sequence.tokens[:end] == other.tokens[:end], f"block {block} is shared by different prompts"
-                assert min(sequence.num_computed, other.num_computed) >= end, (
-                    f"block {block} is shared before it is computed"
-                )
+        sequence.forget_prefixes()
+        sequence.first_snapshot = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -39,6 +40,10 @@ class Sequence:
     """Number of leading blocks that are registered in the prefix cache."""
     num_registrable: int = 0
     """Number of leading blocks that can be registered in the prefix cache."""
+    snapshot_ends: list[int] = field(default_factory=list)
+    """Numbers of leading tokens after which its recurrent states are to be copied, ascending; a pass ends at each."""
+    first_snapshot: int | None = None
+    """The slot of the recurrent states that it begins with, until its first pass has copied them."""
     blocks: list[int] = field(default_factory=list)
     """Its KV blocks, shared or not, in the order of its tokens."""
     pooling: str | None = None
@@ -69,6 +74,11 @@ class Sequence:
         """How many of the first ``length`` tokens are drafts."""
         return max(length - (len(self.tokens) - self.num_drafts), 0)
 
+    def forget_prefixes(self) -> None:
+        """Neither register its blocks in the prefix cache any more, nor leave snapshots of its states."""
+        self.num_registered = self.num_registrable = 0
+        self.snapshot_ends = []
+
     @property
     def num_left(self) -> int:
         """Number of known tokens that no pass computes yet."""
@@ -83,6 +93,15 @@ class Sequence:
     def is_running(self) -> bool:
         """True while it owns blocks."""
         return bool(self.blocks)
+
+
+class SettledPass(NamedTuple):
+    """What the engine has to do after a pass was computed, before the next one."""
+
+    replaced: list[Sequence]
+    """Sequences of which equal, known blocks replaced some."""
+    snapshots: list[tuple[Sequence, int]]
+    """Sequences whose recurrent states are to be copied to the slot of a snapshot, in this order."""
 
 
 class SequenceSlice(NamedTuple):
@@ -107,7 +126,7 @@ class SequenceSlice(NamedTuple):
     def next_of(cls, sequence: Sequence, most: int) -> SequenceSlice:
         """The slice for a pass with room for ``most`` tokens."""
         start, known, scored = sequence.num_begun, len(sequence.tokens), sequence.next_log_prob
-        end = min(known, start + most)
+        end = min(known, start + most, *sequence.snapshot_ends[:1])
         num_log_probs = 0 if scored is None else max(0, end - max(start, scored - 1))
         return cls(sequence, start, end, end == known, num_log_probs, sequence.num_evictions)
 
@@ -132,3 +151,19 @@ class SequenceSlice(NamedTuple):
     def num_logits(self) -> int:
         """Number of last tokens whose logits are needed."""
         return max(self.num_log_probs, int(self.samples))
+
+
+def check_sharing(sequences: Iterable[Sequence], block_size_tokens: int) -> None:
+    """Assert that the owners of a shared block have equal, computed tokens up to its end."""
+    users: dict[int, tuple[Sequence, int]] = {}
+    for sequence in sequences:
+        for index, block in enumerate(sequence.blocks):
+            other, position = users.setdefault(block, (sequence, index))
+            if other is sequence:
+                continue
+            end = (index + 1) * block_size_tokens
+            assert position == index, f"block {block} has two positions"
+            assert sequence.tokens[:end] == other.tokens[:end], f"block {block} is shared by different prompts"
+            assert min(sequence.num_computed, other.num_computed) >= end, (
+                f"block {block} is shared before it is computed"
+            )

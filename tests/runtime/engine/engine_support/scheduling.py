@@ -13,9 +13,11 @@ from megatron_runtime.config import PrefixCachingEvictionPolicy
 from megatron_runtime.engine.scheduling.block_allocator import BlockAllocator
 from megatron_runtime.engine.scheduling.prefix_cache import PrefixCache
 from megatron_runtime.engine.scheduling.scheduler import Schedule, Scheduler, SchedulerLimits
-from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice
+from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice, SettledPass
+from megatron_runtime.engine.scheduling.state_snapshots import StateSnapshots
 
 Compute = Callable[[Schedule], None]
+Store = Callable[[SettledPass], None]
 
 
 def scheduler_of(
@@ -28,10 +30,12 @@ def scheduler_of(
     chunked: bool = True,
     paused_blocks: int = 0,
     passes: int = 1,
+    snapshots: int = 0,
 ) -> Scheduler:
-    """A scheduler with this number of blocks; with a ``policy`` it shares prefixes."""
+    """A scheduler with this number of blocks; with a ``policy`` it shares prefixes, or their ``snapshots``."""
     limits = SchedulerLimits(max_requests, max_tokens, block_size, chunked, paused_blocks, passes)
-    cache = None if policy is None else PrefixCache(policy, block_size)
+    slots = StateSnapshots(snapshots) if snapshots else None
+    cache = None if policy is None else PrefixCache(policy, block_size, slots)
     return Scheduler(limits, BlockAllocator(blocks, cache))
 
 
@@ -39,12 +43,17 @@ def compute_nothing(_: Schedule) -> None:
     """For tests that don't check the blocks."""
 
 
+def store_nothing(_: SettledPass) -> None:
+    """For tests that don't check recurrent states."""
+
+
 class Passes:
     """Passes as in the engine: as many as possible are started before the first is settled."""
 
-    def __init__(self, scheduler: Scheduler, compute: Compute = compute_nothing) -> None:
+    def __init__(self, scheduler: Scheduler, compute: Compute = compute_nothing, store: Store = store_nothing) -> None:
         self._scheduler = scheduler
         self._compute = compute
+        self._store = store
         self._in_flight: deque[list[SequenceSlice]] = deque()
 
     def run(self) -> tuple[Schedule, list[Sequence]]:
@@ -60,7 +69,7 @@ class Passes:
         return schedule, []
 
     def _settle(self, slices: list[SequenceSlice]) -> list[Sequence]:
-        self._scheduler.settle(slices)
+        self._store(self._scheduler.settle(slices))
         self._scheduler.check_integrity()
         done = []
         for part in slices:
@@ -97,11 +106,14 @@ class SchedulerLives(RuleBasedStateMachine):
     def use(self, scheduler: Scheduler) -> None:
         """Called by the test's `initialize`."""
         self.scheduler = scheduler
-        self.passes = Passes(scheduler, self.compute)
+        self.passes = Passes(scheduler, self.compute, self.store)
         self.alive = {}
 
     def compute(self, schedule: Schedule) -> None:
         """The effect of a pass on the blocks."""
+
+    def store(self, settled: SettledPass) -> None:
+        """What is to be done after a pass."""
 
     @rule()
     def make_a_pass(self) -> None:
