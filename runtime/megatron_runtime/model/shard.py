@@ -34,10 +34,12 @@ class Shard:
         sizes, config = self.position.sizes, self.config
         if not self._can_share_layer(sizes.tensor):
             fitting = [size for size in range(1, config.num_attention_heads + 1) if self._can_share_layer(size)]
-            groups = "" if config.recurrent is None else f" {config.recurrent.key_heads} key heads in recurrent layers,"
+            recurrent, keys = config.recurrent, ""
+            if recurrent is not None:
+                keys = f" {recurrent.key_heads} key heads (groups) in recurrent layers,"
             raise ConfigurationError(
                 f"tensor parallel size is {sizes.tensor}, but the model has {config.num_attention_heads} attention "
-                f"heads on {config.num_kv_heads} key/value heads,{groups} an intermediate size of "
+                f"heads on {config.num_kv_heads} key/value heads,{keys} an intermediate size of "
                 f"{config.intermediate_size} and {config.vocab_size} tokens; use one of "
                 f"{', '.join(map(str, fitting))}",
                 field="tensor",

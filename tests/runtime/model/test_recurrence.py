@@ -160,7 +160,7 @@ def test_ranks_divide_key_heads_with_their_value_heads() -> None:
 
 
 def test_more_ranks_than_key_heads_are_refused() -> None:
-    words = "tensor parallel size is 2, .* 2 key/value heads, 1 key heads in recurrent layers, .*; use one of 1$"
+    words = r"size is 2, .* 2 key/value heads, 1 key heads \(groups\) in recurrent layers, .*; use one of 1$"
     with pytest.raises(ConfigurationError, match=words) as error:
         Shard(model_config(key_heads=1), RankPosition(ParallelSizes(tensor=2)))
     assert error.value.field == "tensor"
