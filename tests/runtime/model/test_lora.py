@@ -172,6 +172,9 @@ def token_by_token(requests: Any) -> torch.Tensor:
     [
         ("llama", ParallelSizes(tensor=2)),
         ("llama", ParallelSizes(tensor=2, pipeline=2)),
+        ("gated delta layers", ParallelSizes(tensor=2)),
+        ("mamba layers", ParallelSizes(tensor=2)),
+        ("mamba layers", ParallelSizes(pipeline=2)),
         ("fused projections", ParallelSizes(tensor=2)),
         ("transposed matrices", ParallelSizes(tensor=2)),
     ],
