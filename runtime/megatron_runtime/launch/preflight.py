@@ -203,18 +203,22 @@ def _length(options: LaunchOptions, facts: CheckpointFacts, cache: int, length: 
             f"--kv-cache-memory {format_bytes(cache)}: too small for a single block of {engine.block_size_tokens} "
             f"tokens{states}; give at least {format_bytes(smallest)}"
         )
-    requests = engine.max_requests or DEFAULT_MAX_REQUESTS
+    requests, memory = engine.max_requests or DEFAULT_MAX_REQUESTS, engine.state_memory
+    layout.check(cache, block, memory, facts.architecture)
     shares = layout.divide(
         *(cache, block, requests),
         is_chosen=engine.max_requests is not None,
         has_snapshots=engine.prefix_caching,
         least_blocks=1 if engine.max_sequence_length is None else -(-length // engine.block_size_tokens),
+        memory=memory,
     )
     fitting = shares.blocks * engine.block_size_tokens
     if engine.max_sequence_length is not None and fitting < length:
         needed = (length + engine.block_size_tokens) * block // engine.block_size_tokens
         of_states = requests * layout.state_bytes
-        needed += of_states if engine.max_requests is not None else min(of_states, max(needed, layout.state_bytes))
+        if engine.max_requests is None and memory.ratio is None:
+            of_states = min(of_states, max(needed, layout.state_bytes))
+        needed += of_states + (memory.snapshot_bytes if layout.state_bytes else 0)
         raise ConfigurationError(
             f"--max-sequence-length {length}: a KV cache of {format_bytes(cache)} holds {fitting} tokens; "
             f"use {fitting} or less, or --kv-cache-memory {format_bytes(needed)} or more"
