@@ -19,7 +19,7 @@ FACTS = replace(SMALL_FACTS, architecture="mixed", cache_layout=replace(SMALL_FA
 BLOCK = 16 * BYTES_PER_TOKEN
 
 
-def plan(folder: Path, facts: CheckpointFacts = FACTS, **engine: float) -> EnginePlan:
+def plan(folder: Path, facts: CheckpointFacts = FACTS, **engine: float | str) -> EnginePlan:
     chosen = EngineOptions(dtype="float32", **engine)  # type: ignore[arg-type]
     options = LaunchOptions(model=ModelSource(path=folder), engine=chosen)
     return plan_engine(options, facts, PLENTY)
@@ -96,6 +96,21 @@ def test_settings_for_the_states_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=words):
         plan(tmp_path, facts, kv_cache_bytes=2 * STATES, **settings)
+
+
+@pytest.mark.parametrize(
+    ("facts", "settings", "words"),
+    [
+        (FACTS, {"prefix_caching_mamba_gb": 0.001}, "^--prefix-caching-mamba-gb 0.001: a copy .* set as much or more"),
+        (SMALL_FACTS, {"mamba_memory_ratio": 0.5}, "^--mamba-memory-ratio 0.5: .* has no recurrent layers; leave it"),
+    ],
+)
+def test_a_cache_that_a_gpu_measures_has_the_same_settings(
+    facts: CheckpointFacts, settings: dict[str, float], words: str, tmp_path: Path
+) -> None:
+    assert plan(tmp_path, device="cuda").kv_cache_bytes is None
+    with pytest.raises(ConfigurationError, match=words):
+        plan(tmp_path, facts, device="cuda", **settings)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 
 from megatron_runtime.config import CUDA_SHARE, CUDA_TOKENS_PER_PASS, DEFAULT_MAX_REQUESTS, SAME_VOCABULARY
@@ -132,7 +133,9 @@ def _plan_on_device(options: LaunchOptions, facts: CheckpointFacts, plan: Engine
             f"{options.model.flag}: a rank needs {parts}, but its GPU has {device}; use a smaller --dtype, more ranks "
             "with --tensor-parallel or --pipeline-parallel, a lower --max-requests, or a GPU with more memory"
         )
-    if cache is None:
+    if cache is None:  # which the rank measures; settings that fit no size are refused here, by the names of flags
+        block = _block_bytes(options.engine, facts)
+        facts.cache_layout.check(sys.maxsize, block, options.engine.state_memory, facts.architecture)
         return plan
     if device is not None and plan.total_bytes(1) > device.count:
         fitting = max(device.count - plan.total_bytes(1) + cache, 0) // 2**27 * 2**27

@@ -215,7 +215,8 @@ def test_inputs_in_two_types_are_expanded(tmp_path: Path, model_of_blocks: Any) 
             "is 96 in layer 1, which has attention, expected 0",
         ),
         ("nemotron-h", {"attention.head_count_kv": 2}, "which has attention, expected 0 where attention.head_count_kv"),
-        ("nemotron-h with experts", {"moe_latent_size": 16}, "moe_latent_size is 16, only 0 is supported"),
+        ("nemotron-h with experts", {"moe_latent_size": 16}, "moe_latent_size is 16, only 0 is supported. Choose"),
+        ("nemotron-h with experts", {"expert_gating_func": 1}, "h_moe.expert_gating_func is 1, only 2 is supported"),
         ("nemotron-h with experts", {"expert_group_count": 4}, "number of expert groups is 4, expected a divisor of 6"),
     ],
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from gguf.constants import ExpertGatingFuncType
+
 from megatron_runtime.model.config import ExpertsConfig, ModelConfig, RoutingConfig
 from megatron_runtime.model.formats.gguf_metadata import GgufMetadata
 from megatron_runtime.model.recurrent_config import GatedDeltaConfig, Mamba2Config
@@ -15,6 +17,7 @@ def qwen3_next(config: ModelConfig, values: GgufMetadata) -> ModelConfig:
 
     Files may count the layers that predict further tokens as layers.
     """
+    values.require("expert_gating_func", ExpertGatingFuncType.SOFTMAX)
     config = _without_further_layers(config, values)
     layers = range(config.num_layers)
     listed, every = values.flags("attention.recurrent_layers"), max(int(values.get("full_attention_interval", 4)), 1)
@@ -48,6 +51,7 @@ def nemotron_h(config: ModelConfig, values: GgufMetadata) -> ModelConfig:
     """
     values.require("attention.scale", 0.0)
     values.require("moe_latent_size", 0)
+    values.require("expert_gating_func", ExpertGatingFuncType.SIGMOID)
     count = config.num_layers
     heads, lengths = (values.numbers(key, count) for key in ("attention.head_count_kv", "feed_forward_length"))
     config = _without_further_layers(config, values)

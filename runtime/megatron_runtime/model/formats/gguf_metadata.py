@@ -79,7 +79,10 @@ class GgufMetadata:
     def require(self, key: str, expected: float) -> None:
         """Raise CheckpointError when the number is there and is another one."""
         if (value := self.get(key, expected)) != expected:
-            raise CheckpointError(f"{self._file.path}: {self._prefix}.{key} is {value}, only {expected} is supported")
+            raise CheckpointError(
+                f"{self._file.path}: {self._prefix}.{key} is {value}, only {expected} is supported. "
+                "Choose another model"
+            )
 
 
 def _brief(value: object) -> str:
