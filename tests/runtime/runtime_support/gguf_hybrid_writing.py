@@ -106,6 +106,7 @@ def _add_nemotron_h(writer: GGUFWriter, config: Any, *, has_experts: bool) -> No
     writer.add_feed_forward_length([size if kind == fed else 0 for kind in kinds])
     writer.add_head_count_kv([heads if kind == "full_attention" else 0 for kind in kinds])
     writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
     writer.add_rope_scaling_finetuned(False)
     writer.add_ssm_conv_kernel(config.conv_kernel)
