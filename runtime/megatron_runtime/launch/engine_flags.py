@@ -94,9 +94,23 @@ class EngineFlags:
             " tokens. Default: they are copied."
         ),
     ] = EngineOptions.speculative_draft_model
+    mamba_memory_ratio: Annotated[
+        float | None,
+        typer.Option(
+            help="Most of the KV cache's memory, between 0 and 1, for the recurrent states of running requests."
+            " Default: half of it, or those of --max-requests. Only for models with recurrent layers."
+        ),
+    ] = None
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of equal prompt prefixes.")] = (
         EngineOptions.prefix_caching
     )
+    prefix_caching_mamba_gb: Annotated[
+        float | None,
+        typer.Option(
+            help="GiB of the KV cache's memory for copies of recurrent states at the ends of cached prefixes; 0: no"
+            " prefix caching of models with recurrent layers. Default: chosen by the engine. Other models have none."
+        ),
+    ] = None
     chunked_prefill: Annotated[bool, typer.Option(help="Split long prompts over several steps.")] = (
         EngineOptions.chunked_prefill
     )

@@ -83,6 +83,7 @@ def test_each_kind_cuts_the_mixed_text_as_transformers_does(pre: str, tmp_path: 
     [
         ("gpt-4o", ["ITS", " Hello", "World", " don't", " ", "123", "45", "!/Ċ", " ", " x"]),
         ("llama-bpe", ["ITS", " HelloWorld", " don", "'t", " ", "123", "45", "!/Ċ", " ", " x"]),
+        ("pixtral", ["ITS", " HelloWorld", " don", "'t", " ", "123", "45", "!/Ċ", " ", " x"]),
         ("glm4", ["ITS", " HelloWorld", " don", "'t", " ", "123", "45", "!/Ċ", " ", " x"]),
         ("seed-coder", ["ITS", " HelloWorld", " don", "'t", " ", *"12345", "!/", "Ċ", " ", " x"]),
         ("command-r", ["ITS", " HelloWorld", " don", "'t", " ", *"12345", "!/", "Ċ ", " x"]),
