@@ -19,6 +19,8 @@ from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.formats.weight_source import CodedSource
 from megatron_runtime.model.quantized.linear import QuantizedLinear
+from megatron_runtime.parallel.layout import ParallelSizes, RankPosition
+from megatron_runtime.parallel.single_rank import SingleRank
 
 QWEN: dict[str, Any] = {
     "std": 0.05,
@@ -283,3 +285,20 @@ def test_parts_of_joined_inputs_are_read(kind: GGMLQuantizationType, tmp_path: P
             (expected,) = source.read_coded(name, range(len(whole)), slice(0, 64))
             assert (codes.codes == expected.codes[first:last]).all()
             assert (codes.scales == expected.scales[first:last]).all()
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "nemotron-h with experts"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_has_its_part_of_the_converted_model(name: str, rank: int, tmp_path: Path, model_of_blocks: Any) -> None:
+    family, changes = MODELS[name]
+    model = model_of_blocks(family, **changes)
+    model.save_pretrained(tmp_path / "original")
+    ranks = SingleRank()
+    ranks.position = RankPosition(ParallelSizes(tensor=2), rank, 0)
+    original, converted = (
+        load_model(path, dtype="float32", ranks=ranks).state_dict()
+        for path in (tmp_path / "original", write_hybrid_gguf(tmp_path / "model.gguf", model))
+    )
+    assert original
+    assert original.keys() == converted.keys()
+    torch.testing.assert_close(converted, original)
