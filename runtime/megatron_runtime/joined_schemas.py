@@ -10,7 +10,8 @@ from megatron_runtime.schema_parts import OPEN, Schema, joins, listed_properties
 _ALTERNATIVES = ("anyOf", "oneOf")
 _CONDITIONS = ("if", "not")
 """Keywords whose schemas describe what an object may not be, or need not be."""
-_MAX_STEPS = 200_000
+_MAX_STEPS = 500_000
+"""Schemas and properties that are read: many references to a large schema take time without a large grammar."""
 
 
 class JoinedSchemas:
@@ -101,7 +102,7 @@ class JoinedSchemas:
         while unread:
             part = unread.pop()
             if isinstance(part, Mapping) and id(part) not in found:
-                self._count()
+                self._count(1 + len(listed_properties(part)))
                 found[id(part)] = part
                 unread += [each for group in self._groups(part) for each in group]
         return list(found.values())
@@ -130,8 +131,8 @@ class JoinedSchemas:
                 unread.append(target(part.get("$ref"), self._root))
         return False
 
-    def _count(self) -> None:
-        self._steps += 1
+    def _count(self, steps: int = 1) -> None:
+        self._steps += steps
         if self._steps > _MAX_STEPS:
             raise ValueError("it combines too many schemas by allOf, anyOf, oneOf or $ref; list the properties")
 

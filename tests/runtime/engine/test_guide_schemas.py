@@ -147,10 +147,20 @@ def test_a_schema_that_refers_to_itself_is_closed(matches: Any) -> None:
     assert prepared_schema(loop) == loop
 
 
-def test_a_schema_of_very_many_combinations_is_refused() -> None:
-    definitions = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}], "properties": {f"p{i}": {}}} for i in range(900)}
+CHAIN = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}], "properties": {f"p{i}": {}}} for i in range(900)}
+LARGE = {"large": {"properties": {f"p{i}": {} for i in range(900)}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/d0", "$defs": CHAIN},
+        {"properties": {f"q{i}": {"allOf": [{"$ref": "#/$defs/large"}]} for i in range(900)}, "$defs": LARGE},
+    ],
+)
+def test_a_schema_of_very_many_combinations_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match="combines too many schemas"):
-        json_schema_grammar({"$ref": "#/$defs/d0", "$defs": definitions})
+        json_schema_grammar(schema)
 
 
 def test_a_required_parameter_that_is_not_listed_is_refused_with_its_function() -> None:
