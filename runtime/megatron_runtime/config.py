@@ -96,11 +96,11 @@ class InferenceConfig(UnavailableSettings):
     """GiB of the pool that requests may keep while they wait for a further block; beyond it they are evicted and
     computed again later. None means 0."""
     max_requests: int | None = None
-    """Most requests in one forward pass; None means 256, or fewer if the pool has fewer blocks."""
+    """Maximum number of requests in one forward pass; None means 256, or fewer if the pool has fewer blocks."""
     max_tokens: int | None = None
-    """Most tokens in one forward pass; None means 16384 on a GPU and 1024 on a CPU."""
+    """Maximum number of tokens in one forward pass; None means 16384 on a GPU and 1024 on a CPU."""
     max_sequence_length: int | None = 2560
-    """Most tokens of a prompt and its answer together; None and larger values mean the limit of the model."""
+    """Maximum length of a prompt and its answer in tokens; None and larger values mean the limit of the model."""
     enable_chunked_prefill: bool = True
     """Splits prompts that exceed the rest of ``max_tokens`` over several forward passes."""
     enable_prefix_caching: bool = False
@@ -146,7 +146,7 @@ class InferenceConfig(UnavailableSettings):
     cuda_graph_sizing_distribution: CudaGraphSizingDistribution = CudaGraphSizingDistribution.EXPONENTIAL
     """How these sizes are chosen."""
     cuda_graph_max_tokens: int = 512
-    """Most requests of a graph; larger passes run eagerly."""
+    """Maximum number of requests of a graph; larger passes run eagerly."""
     use_cuda_graphs_for_non_decode_steps: bool = True
     """Has no effect: passes with prompts run eagerly."""
     batch_invariant: bool = False
@@ -154,15 +154,15 @@ class InferenceConfig(UnavailableSettings):
     fixed number of rows then, which takes longer. On a CPU they never depend on others, except where PyTorch's
     attention is used."""
     num_speculative_tokens: int = 0
-    """Most tokens that a pass verifies for a request besides its next one: those that followed the last occurrence of
-    its latest tokens, or those of ``speculative_draft_model``, instead of the drafts of Megatron's prediction heads.
-    They change no token. Requests with log probabilities or a limit of their reasoning have none. 0: no
-    speculation."""
+    """Maximum number of tokens that a pass verifies for a request besides its next one: those that followed the last
+    occurrence of its latest tokens, or those of ``speculative_draft_model``, instead of the drafts of Megatron's
+    prediction heads. They change no token. Requests with log probabilities or a limit of their reasoning have none.
+    0: no speculation."""
     speculative_draft_model: Any = field(default=None, repr=False)
     """A small model from `load_model`, with the vocabulary of the served one, whole on each rank, which drafts these
     tokens. Its keys and values are in the blocks of the KV cache and count in its size."""
     max_loras: int = 8
-    """Most LoRA adapters that are loaded at once."""
+    """Maximum number of LoRA adapters that are loaded at once."""
     max_lora_rank: int = 64
     """Largest r of the matrices of an adapter."""
     materialize_only_last_token_logits: bool = False

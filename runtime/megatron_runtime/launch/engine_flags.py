@@ -43,7 +43,9 @@ class EngineFlags:
         ),
     ] = EngineOptions.quantized_weights
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = EngineOptions.device
-    max_sequence_length: Annotated[int | None, typer.Option(help="Most tokens of a prompt and its answer.")] = None
+    max_sequence_length: Annotated[
+        int | None, typer.Option(help="Maximum length of a prompt and its answer, in tokens.")
+    ] = None
     tensor_parallel: Annotated[int, typer.Option(help="Ranks that share each layer.")] = EngineOptions.tensor_parallel
     pipeline_parallel: Annotated[int, typer.Option(help="Stages that the layers are divided into.")] = (
         EngineOptions.pipeline_parallel
@@ -65,7 +67,7 @@ class EngineFlags:
         str | None,
         typer.Option(help="Memory of each GPU, like 80Gi, for the check before the start. Default: as of nvidia-smi."),
     ] = None
-    max_requests: Annotated[int | None, typer.Option(help="Most requests in one forward pass.")] = None
+    max_requests: Annotated[int | None, typer.Option(help="Maximum number of requests in one forward pass.")] = None
     num_cuda_graphs: Annotated[
         int | None,
         typer.Option(
@@ -83,8 +85,8 @@ class EngineFlags:
     num_speculative_tokens: Annotated[
         int,
         typer.Option(
-            help="Most tokens that a step verifies for a request besides its next one; they are copied from its earlier"
-            " tokens, or drafted by a model, and change no answer. 0: none."
+            help="Maximum number of tokens that a step verifies for a request besides its next one; they are copied"
+            " from its earlier tokens, or drafted by a model, and change no answer. 0: none."
         ),
     ] = EngineOptions.num_speculative_tokens
     speculative_draft_model: Annotated[
@@ -134,7 +136,7 @@ class EngineFlags:
             " their model."
         ),
     ] = None
-    max_loras: Annotated[int, typer.Option(help="Most LoRA adapters that are loaded at once.")] = (
+    max_loras: Annotated[int, typer.Option(help="Maximum number of LoRA adapters that are loaded at once.")] = (
         EngineOptions.max_loras
     )
     max_lora_rank: Annotated[int, typer.Option(help="Largest r of a LoRA adapter.")] = EngineOptions.max_lora_rank

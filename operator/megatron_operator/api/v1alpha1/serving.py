@@ -143,7 +143,7 @@ class Speculation(Part):
     of the image, podTemplate mounts it, or it is below /models, where the volume of
     model.source.persistentVolumeClaim or model.source.image is mounted."""
     num_tokens: Annotated[Integer, Field(ge=1, le=64)] = 7
-    """Most tokens of a request in a step. Fewer are used while they are wrong, and none if they stay so."""
+    """Maximum tokens of a request in a step. Fewer are used while they are wrong, and none if they stay so."""
 
     @model_validator(mode="after")
     def _a_draft_model_belongs_to_its_method(self) -> Self:
