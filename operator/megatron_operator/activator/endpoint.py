@@ -19,10 +19,11 @@ READS = ("GET", "HEAD")
 class ModelEndpoint:
     """The paths below ``/v1`` for the models of one namespace."""
 
-    def __init__(self, catalog: Catalog, models: Models, namespace: str) -> None:
+    def __init__(self, catalog: Catalog, models: Models, namespace: str, body_timeout: float) -> None:
         self._catalog = catalog
         self._models = models
         self._namespace = namespace
+        self._body_timeout = body_timeout
 
     async def listing(self, request: web.Request, path: str) -> web.Response | None:
         """The answer for ``models`` and ``models/<name>``; None for other paths. Starts no model.
@@ -45,7 +46,7 @@ class ModelEndpoint:
                 f" /{self._namespace}/<name of its MegatronInference>{held.path}"
             )
             raise Refusal(words, http.HTTPStatus.NOT_FOUND, code="not_found")
-        await held.read()
+        await held.read(self._body_timeout)
         if (envelope := held.envelope) is None:
             raise Refusal("the body is not a JSON object", http.HTTPStatus.BAD_REQUEST, code="invalid_json")
         if not isinstance(envelope.model, str):

@@ -92,11 +92,16 @@ class HeldRequest:
         """Whether the answer is to be an event stream."""
         return self.envelope is not None and self.envelope.stream is True
 
-    async def read(self) -> None:
-        """Read the body. Raises Refusal before it holds too much."""
-        self.body.announce(self.request.content_length or 0)
-        async for part in self.request.content.iter_any():
-            self.body.add(part)
+    async def read(self, timeout: float) -> None:
+        """Read the body within these seconds. Raises Refusal before it holds too much."""
+        self.body.check(self.request.content_length or 0)
+        try:
+            async with asyncio.timeout(timeout):
+                async for part in self.request.content.iter_any():
+                    self.body.add(part)
+        except TimeoutError as error:
+            words = f"the body was not received within {timeout:g} s"
+            raise Refusal(words, http.HTTPStatus.REQUEST_TIMEOUT, code="body_timeout") from error
 
 
 @dataclass(frozen=True)
@@ -240,4 +245,9 @@ async def refuse(held: HeldRequest, refusal: Refusal) -> web.StreamResponse:
         headers["Retry-After"] = RETRY_AFTER
     if refusal.status == http.HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
-    return web.json_response(refusal.body, status=refusal.status, headers=headers)
+    response = web.json_response(refusal.body, status=refusal.status, headers=headers)
+    if not held.request.content.is_eof():
+        # Close the connection instead of reading the rest of the body to find the next request.
+        response.headers["Connection"] = "close"
+        response.force_close()
+    return response

@@ -28,11 +28,12 @@ SHORT = 0.05
 
 
 def shorten_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that wait look often, and a drain takes no time."""
+    """Requests that wait look often, and neither a drain nor the rest of a refused body takes time."""
     monkeypatch.setattr(proxy, "POLL", 0.02)
     monkeypatch.setattr(models, "POLL", 0.0)
     monkeypatch.setattr(service, "ENDPOINT_SECONDS", 0.0)
     monkeypatch.setattr(service, "LAST_IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(service, "LINGERING_SECONDS", SHORT)
 
 
 class ModelInCluster:
