@@ -48,8 +48,9 @@ class ModelEndpoint:
             raise Refusal(words, http.HTTPStatus.NOT_FOUND, code="not_found")
         await held.read(self._body_timeout)
         if (envelope := held.envelope) is None:
-            raise Refusal("the body is not a JSON object", http.HTTPStatus.BAD_REQUEST, code="invalid_json")
-        if not isinstance(envelope.model, str):
+            words = "the body is not a JSON object by RFC 8259, which has no NaN and no Infinity"
+            raise Refusal(words, http.HTTPStatus.BAD_REQUEST, code="invalid_json")
+        if envelope.model is None:
             raise model_missing(await self._catalog.models(self._namespace))
         held.key = (await self._catalog.find(self._namespace, envelope.model)).key
         try:
