@@ -92,6 +92,8 @@ class HeldBody:
         self._limits = limits
         self._address = address
         self._parts = bytearray()
+        self.longest: int | None = None
+        """Bytes that this body may have without a valid API key; None: those of the limits."""
 
     @property
     def content(self) -> bytearray:
@@ -99,13 +101,16 @@ class HeldBody:
         return self._parts
 
     def check(self, length: int) -> None:
-        """Raises Refusal 413 for a body of this length, announced or received."""
+        """Raises Refusal 413 or 401 for a body of this length, announced or received."""
         if length > self._limits.body_bytes:
             words = f"the body is larger than the {self._limits.body_bytes} bytes that this activator accepts"
             raise Refusal(words, http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE, code="body_too_large")
+        if self.longest is not None and length > self.longest:
+            words = f"no valid API key: a body of more than {self.longest} bytes needs a key of the model"
+            raise Refusal(words, http.HTTPStatus.UNAUTHORIZED, code="invalid_api_key")
 
     def add(self, part: bytes) -> None:
-        """Add bytes that were received. Raises Refusal 413 and 503."""
+        """Add bytes that were received. Raises Refusal as ``check``, and 503."""
         self.check(len(self._parts) + len(part))
         self._usage.add(self._address, len(part))
         self._parts += part

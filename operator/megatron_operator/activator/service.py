@@ -13,7 +13,7 @@ from typing import Protocol
 import aiohttp
 from aiohttp import web
 
-from megatron_operator.activator.api_keys import KeySecrets
+from megatron_operator.activator.api_keys import KeySecrets, rule_of
 from megatron_operator.activator.catalog import Catalog, ResourceLists
 from megatron_operator.activator.connections import Connections, address_of
 from megatron_operator.activator.endpoint import ModelEndpoint
@@ -152,6 +152,8 @@ class Activator:
         self._check(key.namespace, key.name)
         await self._models.is_running(key)
         held.key, held.path = key, _path_behind(held.request, 2)
+        if held.request.body_exists and (look := self._models.last(key)) is not None:
+            held.body.longest = await self._keys.longest_body([rule_of(look.resource)], held.request.headers)
         await held.read(self._limits.body_timeout)
         return await self._proxy.serve(held)
 
@@ -160,7 +162,7 @@ class Activator:
         namespace = given if given is not None else self._served.endpoint()
         self._check(namespace)
         held.path = _path_behind(held.request, 0 if given is None else 1)
-        endpoint = ModelEndpoint(self._catalog, self._models, namespace, self._limits.body_timeout)
+        endpoint = ModelEndpoint(self._catalog, self._models, self._keys, namespace, self._limits.body_timeout)
         if (listing := await endpoint.listing(held.request, held.request.match_info["path"])) is not None:
             return listing
         await endpoint.choose(held)

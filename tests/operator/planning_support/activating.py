@@ -36,6 +36,15 @@ def shorten_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "LINGERING_SECONDS", SHORT)
 
 
+def secret_object(secrets: Mapping[str, Mapping[str, str]] | None, name: str) -> Mapping[str, Any] | None:
+    """The Secret of this name; None for ``secrets``: none may be read."""
+    if secrets is None:
+        raise ActionRefused("secrets is forbidden")
+    if (values := secrets.get(name)) is None:
+        return None
+    return {"data": {key: base64.b64encode(text.encode()).decode() for key, text in values.items()}}
+
+
 class ModelInCluster:
     """A resource in an API server, and the server of its model on a port that may be closed."""
 
@@ -66,12 +75,7 @@ class ModelInCluster:
         return [self.resource] if self.resource is not None and namespace == "models" else []
 
     def _secret(self, name: str) -> Mapping[str, Any] | None:
-        if self.secrets is None:
-            raise ActionRefused("secrets is forbidden")
-        values = self.secrets.get(name)
-        if values is None:
-            return None
-        return {"data": {key: base64.b64encode(text.encode()).decode() for key, text in values.items()}}
+        return secret_object(self.secrets, name)
 
     async def patch_status(self, obj: Mapping[str, Any], patch: Mapping[str, Any]) -> Mapping[str, Any] | None:
         assert self.resource is not None
