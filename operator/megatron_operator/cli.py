@@ -57,6 +57,34 @@ Version = Annotated[
 LogFormatOption = Annotated[LogFormat, typer.Option(envvar="MEGATRON_LOG_FORMAT", help="Format of log lines.")]
 
 
+EndpointNamespace = Annotated[
+    str, typer.Option(help="Namespace of the models at /v1. Default: that of --namespace, if there is one.")
+]
+Selector = Annotated[
+    str, typer.Option(help="Label selector of the models at /v1 and /NAMESPACE/v1, like team=chat. Default: all.")
+]
+MaxRequests = Annotated[int, typer.Option(min=1, help="Requests that wait for models at a time; further ones get 503.")]
+MaxBodyBytes = Annotated[int, typer.Option(min=1, help="Bytes of one body; larger ones get 413.")]
+MaxTotalBodyBytes = Annotated[
+    int, typer.Option(min=1, help="Bytes of the bodies of all requests at a time; further ones get 503.")
+]
+MaxConnections = Annotated[
+    int, typer.Option(min=1, help="Connections of clients, at most half of the open files; further ones get 503.")
+]
+MaxAddressShare = Annotated[
+    float,
+    typer.Option(
+        min=0.001,
+        max=1,
+        help="Part of --max-connections and --max-total-body-bytes that one IP address may have; 1 behind a proxy.",
+    ),
+]
+MaxWait = Annotated[float, typer.Option(min=1, help="Seconds that a request waits for a model.")]
+KeepAlive = Annotated[float, typer.Option(min=0.1, help="Seconds between comments in an event stream that waits.")]
+HeadTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds for a request's head to arrive.")]
+BodyTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds for a body to arrive; slower ones get 408.")]
+
+
 @app.callback()
 def _options(_version: Version = False) -> None:
     """Options before the command."""
@@ -138,27 +166,19 @@ def activate(
         list[str] | None,
         typer.Option("--namespace", "-n", help="Namespace to serve; may be repeated. Default: all namespaces."),
     ] = None,
-    endpoint_namespace: Annotated[
-        str, typer.Option(help="Namespace of the models at /v1. Default: that of --namespace, if there is one.")
-    ] = "",
-    selector: Annotated[
-        str, typer.Option(help="Label selector of the models at /v1 and /NAMESPACE/v1, like team=chat. Default: all.")
-    ] = "",
+    endpoint_namespace: EndpointNamespace = "",
+    selector: Selector = "",
     host: Annotated[str, typer.Option(help="Address to serve on.")] = "0.0.0.0",
     port: Annotated[int, typer.Option(help="Port to serve on; /healthz is there too.")] = 8080,
-    max_requests: Annotated[
-        int, typer.Option(min=1, help="Requests that wait for models at a time; further ones get 503.")
-    ] = Limits.requests,
-    max_body_bytes: Annotated[
-        int, typer.Option(min=1, help="Bytes of one body; larger ones get 413.")
-    ] = Limits.body_bytes,
-    max_total_body_bytes: Annotated[
-        int, typer.Option(min=1, help="Bytes of the bodies of all requests at a time; further ones get 503.")
-    ] = Limits.total_body_bytes,
-    max_wait: Annotated[float, typer.Option(min=1, help="Seconds that a request waits for a model.")] = Limits.wait,
-    keep_alive: Annotated[
-        float, typer.Option(min=0.1, help="Seconds between comments in an event stream that waits.")
-    ] = Limits.keep_alive,
+    max_requests: MaxRequests = Limits.requests,
+    max_body_bytes: MaxBodyBytes = Limits.body_bytes,
+    max_total_body_bytes: MaxTotalBodyBytes = Limits.total_body_bytes,
+    max_connections: MaxConnections = Limits.connections,
+    max_address_share: MaxAddressShare = Limits.address_share,
+    max_wait: MaxWait = Limits.wait,
+    keep_alive: KeepAlive = Limits.keep_alive,
+    head_timeout: HeadTimeout = Limits.head_timeout,
+    body_timeout: BodyTimeout = Limits.body_timeout,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that requests get to finish after SIGTERM.")] = (
         60.0
     ),
@@ -175,7 +195,17 @@ def activate(
 
     if namespace and endpoint_namespace and endpoint_namespace not in namespace:
         refuse(f"--endpoint-namespace {endpoint_namespace}: is not one of --namespace; add it there")
-    limits = Limits(max_requests, max_body_bytes, max_total_body_bytes, max_wait, keep_alive)
+    limits = Limits(
+        requests=max_requests,
+        body_bytes=max_body_bytes,
+        total_body_bytes=max_total_body_bytes,
+        connections=max_connections,
+        address_share=max_address_share,
+        wait=max_wait,
+        keep_alive=keep_alive,
+        head_timeout=head_timeout,
+        body_timeout=body_timeout,
+    )
     served = Served(tuple(namespace or ()), endpoint_namespace, selector)
     _run_activator(ActivatorOptions(served, limits, host, port, metrics_port, drain_timeout), log_format)
 

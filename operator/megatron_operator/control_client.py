@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import httpx
@@ -28,8 +28,11 @@ from megatron_operator.observed_state import (
 
 CONNECT_TIMEOUT = 2.0
 ANSWER_TIMEOUT = 5.0
-MAX_ANSWER_BYTES = 1 << 20
-"""A pod runs code of its user, so that its answers are limited like those of a stranger."""
+MAX_ANSWER_BYTES = 256 << 10
+"""A pod runs code of its user, so that its answers are limited like those of a stranger. The largest state, that of a
+leader of 1024 replica groups with 64 ranks, has half of it."""
+MAX_ENTRIES = 1024
+"""Replica groups, or ranks, of a state."""
 LONGEST_MESSAGE = 1000
 """Characters of a pod's message that the status repeats."""
 KEEPALIVE_TIMEOUT = 6
@@ -40,6 +43,10 @@ KEEPALIVE_PROBES = 3
 
 class ControlApiUnreachable(AdapterError):
     """The control API did not answer, or sent an invalid answer."""
+
+
+class InvalidAnswer(ControlApiUnreachable):
+    """The control API sent an answer that is too large, an error, or no state."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +102,11 @@ class PodReport:
     error: str = ""
     reports_leader: bool = False
     epoch: int = 0
+    size: int = field(default=0, compare=False)
+    """Bytes of the answer."""
 
     @classmethod
-    def parse(cls, body: Mapping[str, Any]) -> Self:
+    def parse(cls, body: Mapping[str, Any], size: int = 0) -> Self:
         """Raises KeyError, TypeError, ValueError or OverflowError when ``body`` is not such an answer."""
         state, requests = body.get("engineState"), body.get("requests") or {}
         return cls(
@@ -105,8 +114,8 @@ class PodReport:
             ready=bool(body.get("ready", False)),
             engine_state=EngineState(state) if state else None,
             auto_suspended=bool(body.get("autoSuspended", False)),
-            replicas=tuple(_replica(replica) for replica in body.get("replicaGroups") or ()),
-            ranks=tuple(_rank(rank) for rank in body.get("ranks") or ()),
+            replicas=tuple(_replica(replica) for replica in _entries(body, "replicaGroups")),
+            ranks=tuple(_rank(rank) for rank in _entries(body, "ranks")),
             running_requests=int(requests.get("running", 0)),
             waiting_requests=int(requests.get("waiting", 0)),
             generated_tokens=int(body.get("generatedTokens") or 0),
@@ -114,6 +123,7 @@ class PodReport:
             error=_error(body.get("error")),
             reports_leader=body.get("role") == "leader",
             epoch=int(body.get("epoch") or 0),
+            size=size,
         )
 
     @property
@@ -199,17 +209,17 @@ class ControlClient:
     async def state(self, address: str, *, after: int | None = None, wait: float = 0.0) -> PodReport:
         """The pod's report. With ``after``, waits up to ``wait`` seconds for a newer revision.
 
-        Raises ControlApiUnreachable.
+        Raises ControlApiUnreachable, InvalidAnswer for what is no state.
         """
         query = {} if after is None else {"after": str(after), "timeout": f"{wait:g}"}
         answer = await self._request("GET", address, "/v1/state", query, patience=ANSWER_TIMEOUT + wait)
         if answer.status != httpx.codes.OK:
-            raise ControlApiUnreachable(f"control API at {address} answered {answer.status}: {_message(answer)}")
+            raise InvalidAnswer(f"control API at {address} answered {answer.status}: {_message(answer)}")
         try:
-            return PodReport.parse(answer.json())
+            return PodReport.parse(answer.json(), len(answer.content))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             cause = _printable(str(error))
-            raise ControlApiUnreachable(f"control API at {address} sent an invalid state: {cause}") from error
+            raise InvalidAnswer(f"control API at {address} sent an invalid state: {cause}") from error
 
     async def try_state(self, address: str) -> PodReport | ControlApiUnreachable:
         """The pod's report, or the error."""
@@ -269,17 +279,24 @@ async def _content(answer: httpx.Response, where: str) -> bytes:
     """The body as sent: a compressed one could expand to any size, and the client asks for none."""
     encoding = answer.headers.get("content-encoding", "identity")
     if encoding != "identity":
-        raise ControlApiUnreachable(f"{where} sent an answer with the encoding {_printable(encoding)}")
+        raise InvalidAnswer(f"{where} sent an answer with the encoding {_printable(encoding)}")
     content = bytearray()
     async for part in answer.aiter_raw():
         content += part
         if len(content) > MAX_ANSWER_BYTES:
-            raise ControlApiUnreachable(f"{where} sent an answer of more than {MAX_ANSWER_BYTES} bytes")
+            raise InvalidAnswer(f"{where} sent an answer of more than {MAX_ANSWER_BYTES} bytes")
     return bytes(content)
 
 
 def _progress(phase: str) -> int:
     return RANK_PHASES.index(phase) if phase in RANK_PHASES else 0
+
+
+def _entries(body: Mapping[str, Any], name: str) -> Any:
+    entries = body.get(name) or ()
+    if len(entries) > MAX_ENTRIES:
+        raise ValueError(f"{name}: has {len(entries)} entries, at most {MAX_ENTRIES} are valid")
+    return entries
 
 
 def _replica(body: Mapping[str, Any]) -> ObservedReplica:

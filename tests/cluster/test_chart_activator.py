@@ -19,7 +19,8 @@ def test_the_activator_has_its_own_account_and_reaches_restricted_models(helm: H
         operator, activator = activator, operator
     pod = activator["spec"]["template"]
     assert pod["spec"]["serviceAccountName"] == "megatron-megatron-inference-activator"
-    limits = {"--max-body-bytes=16777216", "--max-total-body-bytes=268435456"}
+    limits = {"--max-body-bytes=16777216", "--max-total-body-bytes=268435456", "--max-address-share=0.5"}
+    limits |= {"--max-connections=4096", "--head-timeout=10", "--body-timeout=60"}
     assert limits <= set(pod["spec"]["containers"][0]["args"])
     env = {each["name"]: each.get("value") for each in operator["spec"]["template"]["spec"]["containers"][0]["env"]}
     settings = Settings.from_environment(env | {"MEGATRON_OPERATOR_NAMESPACE": NAMESPACE})

@@ -36,10 +36,17 @@ def namespace(bare_control_plane: Cluster) -> str:
     return bare_control_plane.make_namespace()
 
 
+@pytest.mark.parametrize(
+    "flags", [(), ("--set=operator.podDisruptionBudgets=false", "--set=operator.modelCaches=false")]
+)
 def test_a_release_has_the_rights_that_its_operator_needs(
-    release: Release, bare_control_plane: Cluster, namespace: str
+    release: Release, bare_control_plane: Cluster, namespace: str, flags: tuple[str, ...]
 ) -> None:
-    release.install()
+    release.install(*flags)
+    rules = bare_control_plane.get("clusterrole", NAME)["rules"]
+    optional = {"poddisruptionbudgets", "jobs", "persistentvolumeclaims"}
+    granted = {resource for rule in rules for resource in rule["resources"]}
+    assert granted & optional == (set() if flags else optional)
     with release.operator() as operator:
         make(bare_control_plane, namespace)
         until_served(bare_control_plane, namespace)

@@ -6,11 +6,12 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 import uvicorn
 
-from megatron_operator.control_client import ControlApiUnreachable, ControlClient
+from megatron_operator.control_client import MAX_ANSWER_BYTES, MAX_ENTRIES, ControlApiUnreachable, ControlClient
 from megatron_operator.observed_state import EngineState, Signal, SignalRefused
 from megatron_runtime.errors import InvalidStateError
 from megatron_runtime.headers import Headers
@@ -65,6 +66,18 @@ def facts() -> PodFacts:
         restarts=2,
         error={"reason": "RankFailed", "message": "rank 0 ended", "rank": 0, "exitCode": 1},
     )
+
+
+async def test_the_largest_state_is_half_of_what_the_operator_reads(bound: socket.socket) -> None:
+    group = RegisteredReplicaGroup(state="SUSPENDING", running_requests=65536, waiting_requests=10**6, index=0)
+    groups = tuple(replace(group, index=index, weight_version=10**9) for index in range(MAX_ENTRIES))
+    rank = RankState(0, RankPhase.REGISTERING, 10**13, 10**13, "x" * 100)
+    ranks = {number: replace(rank, rank=number) for number in range(64)}
+    state = PodState(replace(facts(), replica_groups=groups, ranks=ranks))
+    async with control_api(bound, state, Sender()) as port, ControlClient(TOKEN, port=port) as client:
+        report = await client.state(HOST)
+    assert (len(report.replicas), len(report.ranks)) == (1024, 64)
+    assert report.size < 0.55 * MAX_ANSWER_BYTES
 
 
 async def test_the_operator_parses_the_state_of_the_launcher(bound: socket.socket) -> None:

@@ -31,7 +31,7 @@ async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
 async def test_requests_go_to_the_model_that_their_body_names(fleet: Fleet) -> None:
     await fleet.add("small")
     await fleet.add("large", "org/Large-70B")
-    body = b'{"messages": [{"model": "small"}], "model":"org/Large-70B", "x": NaN}'
+    body = b'{"messages": [{"model": "small"}], "model":"org/Large-70B", "x": 1e999}'
     async with EndpointClient(fleet) as client:
         large = await client.post(f"{CHAT}?a=%2F", content=body)
         small = await client.post("/models/v1/embeddings", json={"model": "small"})
@@ -68,6 +68,7 @@ async def test_all_models_are_listed_and_none_is_started(fleet: Fleet) -> None:
         (b"{}", 400, "model_missing", "model: is missing, or not a text; the models are 'small'"),
         (b'{"model": ["small"]}', 400, "model_missing", "model: is missing, or not a text"),
         (b'["small"]', 400, "invalid_json", "not a JSON object"),
+        (b'{"model": "small", "x": NaN}', 400, "invalid_json", "not a JSON object by RFC 8259, which has no NaN"),
         (b'{"model": "small"', 400, "invalid_json", "not a JSON object"),
         (b"", 400, "invalid_json", "not a JSON object"),
         (b"[" * 100_000, 400, "invalid_json", "not a JSON object"),

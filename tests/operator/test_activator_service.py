@@ -24,9 +24,11 @@ async def model(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ModelInCluster
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize(("limits", "status"), [({"body_bytes": 100}, 413), ({"total_body_bytes": 100}, 503)])
+@pytest.mark.parametrize(
+    ("limits", "status"), [({"body_bytes": 100}, 413), ({"total_body_bytes": 100, "address_share": 1.0}, 503)]
+)
 async def test_bodies_beyond_the_limits_are_refused(
-    model: ModelInCluster, chunked: bool, limits: dict[str, int], status: int
+    model: ModelInCluster, chunked: bool, limits: dict[str, float], status: int
 ) -> None:
     async def parts() -> AsyncIterator[bytes]:
         yield b"x" * 1000

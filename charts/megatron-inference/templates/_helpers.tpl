@@ -118,9 +118,11 @@ capabilities:
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies, ingresses]
   verbs: [get, list, watch, create, patch, delete]
+{{- if .Values.operator.podDisruptionBudgets }}
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, create, patch, delete]
+{{- end }}
 {{- if .Values.operator.modelCaches }}
 - apiGroups: [batch]
   resources: [jobs]

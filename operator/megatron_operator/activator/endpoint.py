@@ -6,6 +6,7 @@ import http
 
 from aiohttp import web
 
+from megatron_operator.activator.api_keys import KeySecrets
 from megatron_operator.activator.catalog import Catalog
 from megatron_operator.activator.models import Models
 from megatron_operator.activator.proxy import HeldRequest
@@ -19,10 +20,12 @@ READS = ("GET", "HEAD")
 class ModelEndpoint:
     """The paths below ``/v1`` for the models of one namespace."""
 
-    def __init__(self, catalog: Catalog, models: Models, namespace: str) -> None:
+    def __init__(self, catalog: Catalog, models: Models, keys: KeySecrets, namespace: str, body_timeout: float) -> None:
         self._catalog = catalog
         self._models = models
+        self._keys = keys
         self._namespace = namespace
+        self._body_timeout = body_timeout
 
     async def listing(self, request: web.Request, path: str) -> web.Response | None:
         """The answer for ``models`` and ``models/<name>``; None for other paths. Starts no model.
@@ -45,10 +48,14 @@ class ModelEndpoint:
                 f" /{self._namespace}/<name of its MegatronInference>{held.path}"
             )
             raise Refusal(words, http.HTTPStatus.NOT_FOUND, code="not_found")
-        await held.read()
+        # The body names the model, so a key of any of them suffices to read it.
+        rules = [model.keys for model in (await self._catalog.models(self._namespace)).values()]
+        held.body.longest = await self._keys.longest_body(rules, held.request.headers)
+        await held.read(self._body_timeout)
         if (envelope := held.envelope) is None:
-            raise Refusal("the body is not a JSON object", http.HTTPStatus.BAD_REQUEST, code="invalid_json")
-        if not isinstance(envelope.model, str):
+            words = "the body is not a JSON object by RFC 8259, which has no NaN and no Infinity"
+            raise Refusal(words, http.HTTPStatus.BAD_REQUEST, code="invalid_json")
+        if envelope.model is None:
             raise model_missing(await self._catalog.models(self._namespace))
         held.key = (await self._catalog.find(self._namespace, envelope.model)).key
         try:

@@ -20,10 +20,22 @@ class Limits:
     """Bytes of one body; the default is that of the models' servers."""
     total_body_bytes: int = 256 << 20
     """Bytes of the bodies of all requests whose answers have not begun."""
+    connections: int = 4096
+    """Connections of clients; half of the files that the process may open, if that is less."""
+    address_share: float = 0.5
+    """Part of ``connections`` and of ``total_body_bytes`` that the clients of one IP address may have."""
     wait: float = 900.0
     """Time that a request waits for a model."""
     keep_alive: float = 10.0
     """Time between comments in the event stream of a request that waits."""
+    head_timeout: float = 10.0
+    """Time in which the head of a request must arrive, from the begin of the connection or from its first byte."""
+    body_timeout: float = 60.0
+    """Time in which a body must arrive; the default is that of the models' servers."""
+
+    def share_of(self, limit: int) -> int:
+        """The part of a limit that one address may have, at least 1."""
+        return max(1, int(limit * self.address_share))
 
 
 class Usage:
@@ -33,6 +45,8 @@ class Usage:
         self._limits = limits
         self.requests = 0
         self.body_bytes = 0
+        self.addresses: dict[str, int] = {}
+        """``body_bytes`` by the client's IP address."""
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -45,44 +59,63 @@ class Usage:
         finally:
             self.requests -= 1
 
-    def body(self) -> HeldBody:
-        """A body of which no bytes are held yet."""
-        return HeldBody(self, self._limits)
+    def body(self, address: str) -> HeldBody:
+        """A body from this IP address, of which no bytes are held yet."""
+        return HeldBody(self, self._limits, address)
+
+    def add(self, address: str, count: int) -> None:
+        """Count bytes of a body from this address. Raises Refusal 503."""
+        total, own = self._limits.total_body_bytes, self._limits.share_of(self._limits.total_body_bytes)
+        if self.body_bytes + count > total:
+            raise unavailable(f"the bodies of requests exceed the {total} bytes that this activator holds")
+        if (held := self.addresses.get(address, 0) + count) > own:
+            words = (
+                f"the bodies of requests from {address} exceed the {own} bytes that this activator holds for an address"
+            )
+            raise unavailable(words)
+        self.body_bytes += count
+        self.addresses[address] = held
+
+    def remove(self, address: str, count: int) -> None:
+        """Bytes that were added are no longer held."""
+        self.body_bytes -= count
+        self.addresses[address] = self.addresses.get(address, 0) - count
+        if not self.addresses[address]:
+            del self.addresses[address]
 
 
 class HeldBody:
     """The bytes of one body. ``release`` frees them; it may be called repeatedly."""
 
-    def __init__(self, usage: Usage, limits: Limits) -> None:
+    def __init__(self, usage: Usage, limits: Limits, address: str) -> None:
         self._usage = usage
         self._limits = limits
-        self._counted = 0
+        self._address = address
         self._parts = bytearray()
+        self.longest: int | None = None
+        """Bytes that this body may have without a valid API key; None: those of the limits."""
 
     @property
     def content(self) -> bytearray:
         """The bytes that were added; none after the release."""
         return self._parts
 
-    def announce(self, length: int) -> None:
-        """Count bytes that will be added. Raises Refusal 413 and 503."""
+    def check(self, length: int) -> None:
+        """Raises Refusal 413 or 401 for a body of this length, announced or received."""
         if length > self._limits.body_bytes:
             words = f"the body is larger than the {self._limits.body_bytes} bytes that this activator accepts"
             raise Refusal(words, http.HTTPStatus.REQUEST_ENTITY_TOO_LARGE, code="body_too_large")
-        if (more := length - self._counted) > 0:
-            if self._usage.body_bytes + more > self._limits.total_body_bytes:
-                limit = self._limits.total_body_bytes
-                raise unavailable(f"the bodies of requests exceed the {limit} bytes that this activator holds")
-            self._usage.body_bytes += more
-            self._counted = length
+        if self.longest is not None and length > self.longest:
+            words = f"no valid API key: a body of more than {self.longest} bytes needs a key of the model"
+            raise Refusal(words, http.HTTPStatus.UNAUTHORIZED, code="invalid_api_key")
 
     def add(self, part: bytes) -> None:
-        """Add bytes that were received. Raises Refusal 413 and 503."""
-        self.announce(len(self._parts) + len(part))
+        """Add bytes that were received. Raises Refusal as ``check``, and 503."""
+        self.check(len(self._parts) + len(part))
+        self._usage.add(self._address, len(part))
         self._parts += part
 
     def release(self) -> None:
         """Drop the bytes."""
-        self._usage.body_bytes -= self._counted
-        self._counted = 0
+        self._usage.remove(self._address, len(self._parts))
         self._parts = bytearray()

@@ -140,6 +140,11 @@ class Models:
             await self._starts.get(key, lambda: self._start(key, look.resource))
         return look.is_available
 
+    def last(self, key: ModelKey) -> Look | None:
+        """The last look at a model that exists, at most ``LOOK_INTERVAL`` seconds old where ``is_running``."""
+        _, look = self._last.get(key, (0.0, None))
+        return look
+
     async def recent(self, key: ModelKey) -> Look:
         """The model within the last ``POLL`` seconds, so that refused requests cost the API server little.
 

@@ -10,15 +10,14 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import aiohttp
 from aiohttp import web
-from pydantic import BaseModel, ValidationError
 from yarl import URL
 
 from megatron_operator import names
 from megatron_operator.activator.api_keys import KeySecrets
+from megatron_operator.activator.envelope import Envelope
 from megatron_operator.activator.limits import HeldBody, Limits, Usage
 from megatron_operator.activator.meters import ActivatorMeters
 from megatron_operator.activator.models import POLL, Availability, ModelKey, Models
@@ -51,13 +50,6 @@ def service_url(key: ModelKey) -> str:
     return f"http://{names.http_host(key.name, key.namespace)}:{names.HTTP_PORT}"
 
 
-class Envelope(BaseModel):
-    """The fields of a body that an activator uses; it does not check their types."""
-
-    model: Any = None
-    stream: Any = None
-
-
 @dataclass
 class HeldRequest:
     """A request that the activator holds until its answer begins."""
@@ -82,21 +74,23 @@ class HeldRequest:
     @cached_property
     def envelope(self) -> Envelope | None:
         """The fields of the body, once it is read; None for a body that is not a JSON object."""
-        try:
-            return Envelope.model_validate_json(self.body.content)
-        except ValidationError:
-            return None
+        return Envelope.parse(self.body.content)
 
     @property
     def wants_events(self) -> bool:
         """Whether the answer is to be an event stream."""
-        return self.envelope is not None and self.envelope.stream is True
+        return self.envelope is not None and self.envelope.stream
 
-    async def read(self) -> None:
-        """Read the body. Raises Refusal before it holds too much."""
-        self.body.announce(self.request.content_length or 0)
-        async for part in self.request.content.iter_any():
-            self.body.add(part)
+    async def read(self, timeout: float) -> None:
+        """Read the body within these seconds. Raises Refusal before it holds too much."""
+        self.body.check(self.request.content_length or 0)
+        try:
+            async with asyncio.timeout(timeout):
+                async for part in self.request.content.iter_any():
+                    self.body.add(part)
+        except TimeoutError as error:
+            words = f"the body was not received within {timeout:g} s"
+            raise Refusal(words, http.HTTPStatus.REQUEST_TIMEOUT, code="body_timeout") from error
 
 
 @dataclass(frozen=True)
@@ -240,4 +234,9 @@ async def refuse(held: HeldRequest, refusal: Refusal) -> web.StreamResponse:
         headers["Retry-After"] = RETRY_AFTER
     if refusal.status == http.HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
-    return web.json_response(refusal.body, status=refusal.status, headers=headers)
+    response = web.json_response(refusal.body, status=refusal.status, headers=headers)
+    if not held.request.content.is_eof():
+        # Close the connection instead of reading the rest of the body to find the next request.
+        response.headers["Connection"] = "close"
+        response.force_close()
+    return response

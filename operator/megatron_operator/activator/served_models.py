@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_operator.activator.api_keys import KeyRule, rule_of
 from megatron_operator.activator.models import Availability, ModelKey, availability
 from megatron_operator.activator.refusal import Refusal
 from megatron_operator.timestamps import seconds
@@ -40,6 +41,8 @@ class ServedModel:
     """None for the model of the resource itself."""
     duplicates: tuple[str, ...] = ()
     """Names of younger resources that offer the same name, for which they get no requests of the endpoint."""
+    keys: KeyRule | None = None
+    """The API keys that it requires."""
 
     @property
     def description(self) -> dict[str, Any]:
@@ -106,6 +109,7 @@ def _served(name: str, resources: list[Object]) -> ServedModel:
         availability(oldest),
         _adapters(oldest).get(name),
         tuple(each["metadata"]["name"] for each in others),
+        rule_of(oldest),
     )
 
 

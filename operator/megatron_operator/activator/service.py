@@ -13,8 +13,9 @@ from typing import Protocol
 import aiohttp
 from aiohttp import web
 
-from megatron_operator.activator.api_keys import KeySecrets
+from megatron_operator.activator.api_keys import KeySecrets, rule_of
 from megatron_operator.activator.catalog import Catalog, ResourceLists
+from megatron_operator.activator.connections import Connections, address_of
 from megatron_operator.activator.endpoint import ModelEndpoint
 from megatron_operator.activator.limits import Limits, Usage
 from megatron_operator.activator.meters import DISCONNECTED, ActivatorMeters
@@ -28,6 +29,8 @@ ENDPOINT_SECONDS = 2.0
 """Seconds after SIGTERM until all nodes know that the pod leaves its Service."""
 LAST_IDLE_SECONDS = 6.0
 """Seconds after SIGTERM until connections without a request are closed; common clients keep one for five."""
+LINGERING_SECONDS = 2.0
+"""Seconds in which the rest of a refused body is read and dropped, so that its client reads the answer."""
 
 Answer = Callable[[HeldRequest], Awaitable[web.StreamResponse]]
 logger = logging.getLogger("megatron_operator.activator")
@@ -85,11 +88,12 @@ class Activator:
         self._keys = KeySecrets(resources)
         self._is_draining = False
         self.usage = Usage(limits)
+        self.connections = Connections(limits)
         self._meters.watch_bodies(lambda: self.usage.body_bytes)
 
     def application(self) -> web.Application:
         """The application, which opens its connections to models when it starts."""
-        application = web.Application()
+        application = web.Application(middlewares=[self.connections.middleware])
         application.router.add_get("/healthz", _alive)
         for path in ("/v1/{path:.*}", "/{namespace}/v1/{path:.*}"):
             application.router.add_route("*", path, self._answered(self._by_model))
@@ -122,7 +126,7 @@ class Activator:
         """A handler with the errors of ``answer`` as answers, and with metrics."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            held, status = HeldRequest(request, self.usage.body()), DISCONNECTED
+            held, status = HeldRequest(request, self.usage.body(address_of(request.transport))), DISCONNECTED
             try:
                 response = await self._response(held, answer)
                 status = str(response.status)
@@ -148,7 +152,9 @@ class Activator:
         self._check(key.namespace, key.name)
         await self._models.is_running(key)
         held.key, held.path = key, _path_behind(held.request, 2)
-        await held.read()
+        if held.request.body_exists and (look := self._models.last(key)) is not None:
+            held.body.longest = await self._keys.longest_body([rule_of(look.resource)], held.request.headers)
+        await held.read(self._limits.body_timeout)
         return await self._proxy.serve(held)
 
     async def _by_model(self, held: HeldRequest) -> web.StreamResponse:
@@ -156,7 +162,7 @@ class Activator:
         namespace = given if given is not None else self._served.endpoint()
         self._check(namespace)
         held.path = _path_behind(held.request, 0 if given is None else 1)
-        endpoint = ModelEndpoint(self._catalog, self._models, namespace)
+        endpoint = ModelEndpoint(self._catalog, self._models, self._keys, namespace, self._limits.body_timeout)
         if (listing := await endpoint.listing(held.request, held.request.match_info["path"])) is not None:
             return listing
         await endpoint.choose(held)
@@ -190,17 +196,23 @@ async def serve(activator: Activator, host: str, port: int, stop: asyncio.Event,
         access_log=None,
         handler_cancellation=True,
         shutdown_timeout=grace,
+        lingering_time=LINGERING_SECONDS,
         # A compressed body is passed on as it is.
         auto_decompress=False,
     )
     await runner.setup()
+    listening = None
     try:
-        site = web.TCPSite(runner, host, port)
-        await site.start()
+        served = runner.server
+        assert served is not None
+        create = asyncio.get_running_loop().create_server
+        listening = await create(lambda: activator.connections.protocol(served()), host, port, reuse_address=True)
         await stop.wait()
         activator.drain()
         await asyncio.sleep(ENDPOINT_SECONDS)
-        await site.stop()
+        listening.close()
         await asyncio.sleep(LAST_IDLE_SECONDS - ENDPOINT_SECONDS)
     finally:
+        if listening is not None:
+            listening.close()
         await runner.cleanup()

@@ -23,8 +23,10 @@ Object = Mapping[str, Any]
 class Disruptions:
     """Cordoned nodes and the kind of budgets of one cluster. All resources share the answers."""
 
-    def __init__(self, api: ApiServer) -> None:
+    def __init__(self, api: ApiServer, *, has_budgets: bool = True) -> None:
+        """Without budgets the operator needs no right for them."""
         self._api = api
+        self._has_budgets = has_budgets
         self._lock = asyncio.Lock()
         self._cordoned: set[str] | None = None
         self._nodes_expire = 0.0
@@ -55,7 +57,9 @@ class Disruptions:
         return True
 
     async def budget_kind(self) -> str | None:
-        """The first of ``names.BUDGET_KINDS`` that the API server serves. Raises AdapterError."""
+        """The first of ``names.BUDGET_KINDS`` that the API server serves; None without budgets. Raises AdapterError."""
+        if not self._has_budgets:
+            return None
         served = await self._budget_kinds.get()
         return next((kind for kind in names.BUDGET_KINDS if kind in served), None)
 

@@ -31,7 +31,7 @@ class ResourceLoops:
         slots = asyncio.Semaphore(MAX_CONCURRENT_ROUNDS)
         fleet = FleetRollout(settings.max_concurrent_upgrades, meters, lambda key: self.wake(*key))
         kinds = MissingKinds(api, watch)
-        self._disruptions = Disruptions(api)
+        self._disruptions = Disruptions(api, has_budgets=settings.disruption_budgets)
         self._shared = Shared(
             api, pod_http_client(), settings, meters, slots, kinds, GangKinds(api), self._disruptions, fleet
         )

@@ -28,11 +28,21 @@ SHORT = 0.05
 
 
 def shorten_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that wait look often, and a drain takes no time."""
+    """Requests that wait look often, and neither a drain nor the rest of a refused body takes time."""
     monkeypatch.setattr(proxy, "POLL", 0.02)
     monkeypatch.setattr(models, "POLL", 0.0)
     monkeypatch.setattr(service, "ENDPOINT_SECONDS", 0.0)
     monkeypatch.setattr(service, "LAST_IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(service, "LINGERING_SECONDS", SHORT)
+
+
+def secret_object(secrets: Mapping[str, Mapping[str, str]] | None, name: str) -> Mapping[str, Any] | None:
+    """The Secret of this name; None for ``secrets``: none may be read."""
+    if secrets is None:
+        raise ActionRefused("secrets is forbidden")
+    if (values := secrets.get(name)) is None:
+        return None
+    return {"data": {key: base64.b64encode(text.encode()).decode() for key, text in values.items()}}
 
 
 class ModelInCluster:
@@ -65,12 +75,7 @@ class ModelInCluster:
         return [self.resource] if self.resource is not None and namespace == "models" else []
 
     def _secret(self, name: str) -> Mapping[str, Any] | None:
-        if self.secrets is None:
-            raise ActionRefused("secrets is forbidden")
-        values = self.secrets.get(name)
-        if values is None:
-            return None
-        return {"data": {key: base64.b64encode(text.encode()).decode() for key, text in values.items()}}
+        return secret_object(self.secrets, name)
 
     async def patch_status(self, obj: Mapping[str, Any], patch: Mapping[str, Any]) -> Mapping[str, Any] | None:
         assert self.resource is not None

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from planning_support.activating import READY, STOPPED_AT, UNREADY
+from planning_support.activating import READY, STOPPED_AT, UNREADY, secret_object
 from planning_support.resources import resource_object
 
 from megatron_operator.activator.limits import Limits
@@ -25,6 +25,8 @@ class Fleet:
 
     def __init__(self) -> None:
         self.resources: dict[str, Object] = {}
+        self.secrets: dict[str, dict[str, str]] | None = {}
+        """Their values by name and key; None: the activator may not read any."""
         self.selectors: list[str] = []
         """Of the lists that were read."""
         self.is_down = False
@@ -62,8 +64,10 @@ class Fleet:
         for server in self._servers.values():
             await server.close()
 
-    async def get(self, _kind: str, namespace: str, name: str) -> Mapping[str, Any] | None:
+    async def get(self, kind: str, namespace: str, name: str) -> Mapping[str, Any] | None:
         self._check()
+        if kind == "Secret":
+            return secret_object(self.secrets, name)
         return self.resources.get(name) if namespace == "models" else None
 
     async def select(self, _kind: str, namespace: str, selector: str) -> Sequence[Mapping[str, Any]]:
