@@ -181,6 +181,7 @@ class InferenceClient(ControlCalls):
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
+        seed: int | None = None,
         request_uuid: bytes | None = None,
         timeout: float | None = None,
         on_update: Callable[[StreamUpdate], None] | None = None,
@@ -190,6 +191,7 @@ class InferenceClient(ControlCalls):
         Args:
             prompt: Text or token ids.
             sampling_params: Copied. A missing seed is chosen here, so that every engine continues alike.
+            seed: In place of that of the parameters.
             request_uuid: 16 bytes that identify the request; the coordinator does not serve a UUID twice.
             timeout: Seconds until it ends with a RequestTimeoutError; None: the default of the client.
             on_update: Called with new tokens, the last ones included; None: the request does not stream. An error that
@@ -205,7 +207,7 @@ class InferenceClient(ControlCalls):
         """
         self._require_started()
         limit = self._request_timeout if timeout is None else timeout
-        return self._requests.submit(prompt, sampling_params, request_uuid, limit, on_update)
+        return self._requests.submit(prompt, sampling_params, seed, request_uuid, limit, on_update)
 
     def stream_request(
         self,

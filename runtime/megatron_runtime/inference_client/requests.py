@@ -67,6 +67,7 @@ class ClientRequests:
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None,
+        seed: int | None,
         request_uuid: bytes | None,
         limit: float | None,
         on_update: Callable[[StreamUpdate], None] | None,
@@ -79,7 +80,7 @@ class ClientRequests:
                 "request_uuid must be 16 bytes, and different from those of other outstanding requests",
                 field="request_uuid",
             )
-        body = _checked_body(prompt, sampling_params)
+        body = _checked_body(prompt, sampling_params, seed)
         salt, adapter = (
             (None, None) if sampling_params is None else (sampling_params.cache_salt, sampling_params.adapter)
         )
@@ -239,13 +240,15 @@ def _end(entry: Outstanding, error: Exception) -> None:
         entry.future.set_exception(error)
 
 
-def _checked_body(prompt: Prompt, sampling_params: SamplingParams | None) -> RequestBody:
+def _checked_body(prompt: Prompt, sampling_params: SamplingParams | None, seed: int | None) -> RequestBody:
     if not isinstance(prompt, str) and not is_list_of_integers(prompt):
         raise InvalidRequestError(
             f"prompt is a {type(prompt).__name__}; give text or a list of token ids", field="prompt"
         )
     params = (sampling_params or SamplingParams()).serialize_changed()
     params.setdefault("seed", secrets.randbits(63))
+    if seed is not None:
+        params["seed"] = seed
     return RequestBody(prompt, params, trace=tracing.carrier())
 
 

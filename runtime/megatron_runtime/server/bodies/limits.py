@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sized
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, FailFast, Field
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 from pydantic_core import PydanticCustomError, to_json
+
+from megatron_runtime.sampling_params import MOST_BAD_CHARACTERS
 
 MAX_STOP_STRINGS = 256
 MAX_STOP_CHARACTERS = 16_384
@@ -18,6 +20,8 @@ MAX_BAD_WORDS = 1000
 MAX_STOP_TOKENS = 1024
 MAX_BIASES = 1024
 MAX_ALLOWED_TOKENS = 65_536
+MAX_COPIED_TOKENS = 262_144
+"""Tokens of ``allowed_token_ids``, and of ``logit_bias``, times the number of choices."""
 MAX_TOOLS = 512
 MAX_MESSAGES = 8192
 MAX_PARTS = 1024
@@ -60,10 +64,14 @@ def _schema_size(value: Any) -> Any:
     return _checked_size(value, size, MAX_SCHEMA_CHARACTERS)
 
 
-def _stop_size(value: Any) -> Any:
-    texts = value if isinstance(value, list) else [value]
-    size = sum(len(text) for text in texts if isinstance(text, str))
-    return _checked_size(value, size, MAX_STOP_CHARACTERS)
+def _characters_at_most(limit: int) -> BeforeValidator:
+    """Check the number of characters of all texts together."""
+
+    def check(value: Any) -> Any:
+        texts = value if isinstance(value, list) else [value]
+        return _checked_size(value, sum(len(text) for text in texts if isinstance(text, str)), limit)
+
+    return BeforeValidator(check)
 
 
 def _checked_size(value: Any, size: int, limit: int) -> Any:
@@ -76,15 +84,26 @@ def _checked_size(value: Any, size: int, limit: int) -> Any:
 StopString = Annotated[str, Field(min_length=1)]
 Stop = Annotated[
     StopString | Annotated[list[StopString], FirstError()],
-    BeforeValidator(_stop_size),
+    _characters_at_most(MAX_STOP_CHARACTERS),
     at_most(MAX_STOP_STRINGS),
 ]
 BadWord = Annotated[str, Field(max_length=LONGEST_BAD_WORD)]
-BadWords = Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS), FirstError()]
+BadWords = Annotated[
+    list[BadWord],
+    Field(max_length=MAX_BAD_WORDS),
+    FirstError(),
+    _characters_at_most(MOST_BAD_CHARACTERS),
+]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], FirstError()]
 StopTokens = Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS), FirstError()]
-AllowedTokens = Annotated[list[TokenId], Field(max_length=MAX_ALLOWED_TOKENS), FirstError()]
+AllowedTokens = Annotated[
+    list[TokenId],
+    Field(max_length=MAX_ALLOWED_TOKENS),
+    FirstError(),
+    AfterValidator(lambda tokens: list(dict.fromkeys(tokens))),
+]
+"""Each token once, in the order of the request."""
 Biases = Annotated[dict[str, float], at_most(MAX_BIASES)]
 GuidedText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 GuidedChoices = Annotated[list[GuidedText], Field(min_length=1, max_length=MAX_GUIDED_CHOICES), FirstError()]

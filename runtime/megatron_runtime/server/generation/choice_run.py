@@ -76,7 +76,9 @@ class ChoiceRun:
         self, params: SamplingParams, name: bytes | None, on_finished: Callable[[DynamicInferenceRequest], None]
     ) -> None:
         on_update = self._progress if params.streaming else None
-        self._future = self._client.add_request(list(self._task.prompt), params, request_uuid=name, on_update=on_update)
+        self._future = self._client.add_request(
+            list(self._task.prompt), params, seed=self._task.seed, request_uuid=name, on_update=on_update
+        )
         self._future.add_done_callback(partial(self._done, on_finished))
 
     def _done(self, on_finished: Callable[[DynamicInferenceRequest], None], future: RequestFuture) -> None:

@@ -112,13 +112,13 @@ class FixedEdit:
     """Values that do not depend on the sequence.
 
     Args:
-        values: By token.
+        values: Tokens and values; they are not changed.
         until: The sequence length from which on the values no longer apply; None means no limit.
     """
 
-    def __init__(self, values: Mapping[int, float], *, until: int | None = None) -> None:
+    def __init__(self, values: TokenValues, *, until: int | None = None) -> None:
         self._until = until
-        self._values = np.array([*values], np.int64), np.array([*values.values()], np.float32)
+        self._values = values
 
     def after(self, tokens: Sequence[int], length: int, num_drafts: int = 0) -> TokenValues:
         """As in RequestEdit."""
