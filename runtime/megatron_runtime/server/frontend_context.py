@@ -169,6 +169,7 @@ class FrontendContext:
             prompt,
             params,
             seed=key.seed(index) if key is not None and seed is None else seed,
+            shares_body=body.n > 1,
             uuid=self._uuid(index, key),
             with_every_token=body.is_echoed or body.return_token_ids or body.return_tokenized_data,
             shown=parsing.shown_tokens,
