@@ -57,6 +57,11 @@ def refusal(fields: Mapping[str, Any], body: Body = CompletionBody) -> ApiError:
             "response_format.json_schema.schema",
             limits.MAX_SCHEMA_CHARACTERS,
         ),
+        (CompletionBody, {"user": "x" * 1025}, "user", limits.LONGEST_IDENTIFIER),
+        (ChatCompletionBody, {"safety_identifier": "x" * 1025}, "safety_identifier", limits.LONGEST_IDENTIFIER),
+        (ResponsesBody, {"prompt_cache_key": "x" * 1025}, "prompt_cache_key", limits.LONGEST_IDENTIFIER),
+        (ResponsesBody, {"service_tier": "x" * 1025}, "service_tier", limits.LONGEST_IDENTIFIER),
+        (CompletionBody, {"metadata": {"x": "y" * 70_000}}, "metadata", limits.MAX_METADATA_CHARACTERS),
         (ChatCompletionBody, {"tools": [FUNCTION] * 513}, "tools", limits.MAX_TOOLS),
         (
             ChatCompletionBody,

@@ -36,6 +36,10 @@ MAX_GRAMMAR_CHARACTERS = 65_536
 MAX_SCHEMA_CHARACTERS = 262_144
 """A JSON schema as text."""
 LONGEST_BAD_WORD = 1024
+LONGEST_IDENTIFIER = 1024
+"""Of fields that name a user or a cache and have no effect; OpenAI's limits are 64 to 512 characters."""
+MAX_METADATA_CHARACTERS = 65_536
+"""As JSON; OpenAI's limit is 16 pairs of 64 and 512 characters."""
 
 
 class FirstError(FailFast):
@@ -56,12 +60,17 @@ def at_most(limit: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _schema_size(value: Any) -> Any:
-    try:
-        size = len(value) if isinstance(value, str) else len(to_json(value))
-    except ValueError:
-        raise ValueError("is nested too deeply, or has text that is not valid Unicode") from None
-    return _checked_size(value, size, MAX_SCHEMA_CHARACTERS)
+def _json_at_most(limit: int) -> BeforeValidator:
+    """Check the number of characters as JSON."""
+
+    def check(value: Any) -> Any:
+        try:
+            size = len(value) if isinstance(value, str) else len(to_json(value))
+        except ValueError:
+            raise ValueError("is nested too deeply, or has text that is not valid Unicode") from None
+        return _checked_size(value, size, limit)
+
+    return BeforeValidator(check)
 
 
 def _characters_at_most(limit: int) -> BeforeValidator:
@@ -107,5 +116,7 @@ AllowedTokens = Annotated[
 Biases = Annotated[dict[str, float], at_most(MAX_BIASES)]
 GuidedText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 GuidedChoices = Annotated[list[GuidedText], Field(min_length=1, max_length=MAX_GUIDED_CHOICES), FirstError()]
-Schema = Annotated[dict[str, Any], BeforeValidator(_schema_size)]
-GuidedJson = Annotated[str | dict[str, Any], BeforeValidator(_schema_size)]
+Schema = Annotated[dict[str, Any], _json_at_most(MAX_SCHEMA_CHARACTERS)]
+GuidedJson = Annotated[str | dict[str, Any], _json_at_most(MAX_SCHEMA_CHARACTERS)]
+Identifier = Annotated[str, _characters_at_most(LONGEST_IDENTIFIER)]
+Metadata = Annotated[dict[str, Any], _json_at_most(MAX_METADATA_CHARACTERS)]
