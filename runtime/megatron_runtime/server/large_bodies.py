@@ -60,11 +60,15 @@ class _ShortestFirst:
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
         """The result of ``work``; work that is cancelled before its turn is not done."""
+        # The future is no variable here, because an error would then refer to itself by its traceback.
+        return await asyncio.wrap_future(self._add(size, work))
+
+    def _add(self, size: int, work: Callable[[], T]) -> Future[T]:
         result: Future[T] = Future()
         with self._lock:
             heapq.heappush(self._waiting, _Waiting(size, next(self._numbers), work, result))
         self._thread.submit(self._do_smallest)
-        return await asyncio.wrap_future(result)
+        return result
 
     def _do_smallest(self) -> None:
         with self._lock:
@@ -75,5 +79,6 @@ class _ShortestFirst:
             done = work()
         except BaseException as error:
             result.set_exception(error)
+            del result, work  # The error refers to these variables by its traceback, and would keep the body until gc.
         else:
             result.set_result(done)
