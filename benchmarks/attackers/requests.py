@@ -68,6 +68,7 @@ def attacks() -> tuple[Attack, ...]:
         Attack("16 MiB that are not JSON", COMPLETIONS, lambda: b'{"prompt": "' + b"x" * (16 * MIB - 20)),
         Attack("100,000 nested lists", COMPLETIONS, lambda: b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
         _completion("400 KB with n=128", prompt="word " * 80_000, n=128),
+        _completion("n=128", n=128),
         _completion("50,000 stop strings with n=128", stop=_stops(50_000, 8), n=128),
         _completion("256 stop strings with n=16", stop=_stops(256, 60), n=16),
         _completion("1.6 MB of stop strings", stop=_stops(16, 100_000)),
