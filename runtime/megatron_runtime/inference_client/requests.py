@@ -24,7 +24,7 @@ from megatron_runtime.inference_client.result import InferenceResult, StreamUpda
 from megatron_runtime.inference_request import DynamicInferenceRequest, compute_block_hashes
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.batches import in_batches
-from megatron_runtime.wire.bodies import Prompt, RequestBody, TokenChunk
+from megatron_runtime.wire.bodies import KEPT_BY_CLIENT, Prompt, RequestBody, TokenChunk
 from megatron_runtime.wire.codec import MalformedMessage, Message, is_list_of_integers, unpack_body
 from megatron_runtime.wire.dealer import Dealer
 from megatron_runtime.wire.items import Forwarded, RequestFailure, Submission, items, uuid_bytes
@@ -197,6 +197,9 @@ class ClientRequests:
     def _answer(self, entry: Outstanding, content: dict[str, Any]) -> None:
         content["latency"] = time.perf_counter() - entry.submitted
         content["request_id"] = entry.future.request_id
+        if content["sampling_params"]:
+            own = entry.body.sampling_params
+            content["sampling_params"] |= {name: own.get(name) for name in KEPT_BY_CLIENT}
         if not self._deserialize and entry.on_update is None:
             entry.future.set_result(content)
             return

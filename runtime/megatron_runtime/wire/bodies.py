@@ -9,6 +9,16 @@ from megatron_runtime.wire.codec import MalformedMessage, is_list_of_integers, p
 
 Prompt = str | list[int]
 TopLogProbs = list[dict[str, float]]
+KEPT_BY_CLIENT = (
+    "stop_words",
+    "bad_words",
+    "stop_token_ids",
+    "allowed_token_ids",
+    "logit_bias",
+    "grammar",
+    "replayed_routing",
+)
+"""Sampling parameters that are not sent back with a result, because they may be large, and the client has them."""
 
 
 @dataclass

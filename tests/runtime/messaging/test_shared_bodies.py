@@ -15,7 +15,9 @@ from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.headers import Headers
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.inference_client.outstanding import RequestFuture
+from megatron_runtime.inference_client.requests import ClientRequests
 from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire import codec
 from megatron_runtime.wire.batches import BATCH_BYTES, in_batches, with_bodies
 from megatron_runtime.wire.bodies import RequestBody
 from megatron_runtime.wire.codec import MalformedMessage, decode, encode
@@ -148,3 +150,29 @@ async def test_large_shared_bodies_arrive_within_the_flow_control(fleet: Fleet, 
     results = await asyncio.gather(*(client.add_request(body.with_seed(seed)) for seed in range(12)))
     expected = [expected_tokens(prompt, replace(params, seed=seed)) for seed in range(12)]
     assert [result.generated_tokens for result in results] == expected
+
+
+@pytest.mark.parametrize("deserialize", [True, False])
+async def test_large_parameters_are_not_sent_back_with_each_result(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, deserialize: bool
+) -> None:
+    """500 bad words with n=128 made replies of 2.4 MB."""
+    replies: list[bytes] = []
+    finish = ClientRequests._finish
+
+    def noted(requests: ClientRequests, request_uuid: bytes, body: bytes) -> None:
+        replies.append(body)
+        finish(requests, request_uuid, body)
+
+    monkeypatch.setattr(ClientRequests, "_finish", noted)
+    fleet.add_engine()
+    client = await fleet.connect(deserialize=deserialize)
+    await fleet.ready(client, 1)
+    words = [f"a bad word {number}" for number in range(500)]
+    params = SamplingParams(num_tokens_to_generate=3, seed=1, bad_words=words, logit_bias={7: 1.0}, priority=4)
+    result = await client.add_request(PROMPT, params)
+    assert len(replies[0]) < len(codec.pack_body(words)) / 4
+    if deserialize:
+        assert result[0].sampling_params == params
+    else:
+        assert result["sampling_params"] == params.serialize()

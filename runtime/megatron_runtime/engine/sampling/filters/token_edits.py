@@ -160,7 +160,7 @@ class _BadWordsEdit:
             if size > length - self._prompt_length:
                 break
             excluded |= self._last_tokens.by_start.get(tuple(tokens[length - size : length]), set())
-        return _excluding(np.array(sorted(excluded), np.int64))
+        return _excluding(np.array(sorted(excluded), np.int64)) if excluded else NO_VALUES
 
 
 class _RepetitionEdit(GrowingEdit):
