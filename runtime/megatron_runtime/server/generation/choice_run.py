@@ -56,12 +56,12 @@ class ChoiceRunner:
     ) -> RequestFuture:
         """Submits a request of a choice, with changed parameters. Raises the errors of InferenceClient.add_request."""
         if not task.shares_body:
-            params = _changed(task.params, seed=task.seed, **changes)
+            params = _changed(task.params, **changes)
+            params.seed = task.seed
             return self.client.add_request(list(task.prompt), params, request_uuid=name, on_update=on_update)
         key = (id(task.prompt), id(task.params), *changes)  # The tasks outlive this object.
         if key not in self._bodies:
-            params = _changed(task.params, **changes) if changes else task.params
-            self._bodies[key] = self.client.shared_body(list(task.prompt), params)
+            self._bodies[key] = self.client.shared_body(list(task.prompt), _changed(task.params, **changes))
         body = self._bodies[key].with_seed(task.seed)
         return self.client.add_request(body, request_uuid=name, on_update=on_update)
 
@@ -218,8 +218,9 @@ class ChoiceRun:
 
 
 def _changed(params: SamplingParams, **values: object) -> SamplingParams:
-    changed = copy.deepcopy(params)
-    changed.add_attributes(values)
+    changed = copy.copy(params)
+    if values:
+        changed.add_attributes(values)
     return changed
 
 
