@@ -67,7 +67,7 @@ def _json_at_most(limit: int) -> BeforeValidator:
         try:
             size = len(value) if isinstance(value, str) else len(to_json(value))
         except ValueError:
-            raise ValueError("is nested too deeply, or has text that is not valid Unicode") from None
+            raise ValueError("is nested too deeply, or has a lone surrogate, which is no valid text") from None
         return _checked_size(value, size, limit)
 
     return BeforeValidator(check)
