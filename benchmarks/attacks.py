@@ -2,7 +2,7 @@
 
 megatron-serve runs with its default limits. A client asks for four tokens every 200 ms: first alone, then while four
 connections send each of the requests in `attackers/requests.py` again and again. Exit status 1 if one of the client's
-answers is wrong or missing, or if a process of the server ended.
+answers is wrong or missing, if a process of the server ended, or if a limit of slowness or memory is exceeded.
 
     python benchmarks/attacks.py
     python benchmarks/attacks.py --only "512 tools" --seconds 60
@@ -56,10 +56,32 @@ class Trial:
     statuses: dict[str, int]
     answers: Answers
     watch: Watch
+    connections: int
     step: float
     """Mean seconds between two tokens of an answer: the engine's step meanwhile."""
 
-    def cells(self, quiet: Answers, right: str, connections: int) -> list[str]:
+    def slowdown(self, quiet: Answers) -> float:
+        """The p99 without a step, as a multiple of that of the client alone."""
+        return (self.answers.quantile(0.99) - self.step) / quiet.quantile(0.99)
+
+    def growth_of_bodies(self) -> float:
+        """The largest growth of a process, as a multiple of the bodies of all connections."""
+        return self.watch.growth() / (self.size * self.connections)
+
+    def defects(self, quiet: Answers, right: str, *, max_slowdown: float, max_growth: float) -> list[str]:
+        """Why the attack was not withstood; empty if it was. Growth counts for bodies of 1 MiB and more."""
+        found = []
+        if wrong := self.answers.wrong(right):
+            found.append(f"{wrong} answers are wrong or missing")
+        if ended := self.watch.ended():
+            found.append(f"{ended} processes ended")
+        if (slowdown := self.slowdown(quiet)) > max_slowdown:
+            found.append(f"(p99 - step) / quiet is {slowdown:.1f}; the limit is {max_slowdown:g}")
+        if self.size >= MIB and (growth := self.growth_of_bodies()) > max_growth:
+            found.append(f"growth / bodies is {growth:.1f}; the limit is {max_growth:g}")
+        return [f"{self.attack.name}: {defect}" for defect in found]
+
+    def cells(self, quiet: Answers, right: str) -> list[str]:
         """The row of the table."""
         slowest, growth = self.answers.quantile(0.99), self.watch.growth()
         statuses = ", ".join(f"{number} x {status}" for status, number in sorted(self.statuses.items()))
@@ -71,11 +93,11 @@ class Trial:
             f"{slowest:.3f}",
             f"{slowest / quiet.quantile(0.99):.1f}",
             f"{self.step:.3f}",
-            f"{(slowest - self.step) / quiet.quantile(0.99):.1f}",
+            f"{self.slowdown(quiet):.1f}",
             str(self.answers.wrong(right)),
             str(self.watch.ended()),
             f"{growth / MIB:.0f}",
-            f"{growth / (self.size * connections):.1f}",
+            f"{self.growth_of_bodies():.1f}",
             f"{self.watch.remaining() / MIB:.0f}",
         ]
 
@@ -99,9 +121,8 @@ def try_attack(start: Start, attack: Attack, chosen: argparse.Namespace, folder:
                 sender.wait()
         ask_steadily(start.port, SETTLE_SECONDS)
     seconds, answered = (after - earlier for after, earlier in zip(time_per_token(start.port), before, strict=True))
-    return Trial(
-        attack, len(body), collections.Counter(sent.read_text().split()), answers, watch, seconds / max(answered, 1)
-    )
+    statuses = collections.Counter(sent.read_text().split())
+    return Trial(attack, len(body), statuses, answers, watch, chosen.connections, seconds / max(answered, 1))
 
 
 def parse() -> argparse.Namespace:
@@ -112,12 +133,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--connections", type=positive, default=4, help="of the attacker; default: 4")
     parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)), help="of the rank")
     parser.add_argument("--model", choices=["smollm2", "tiny"], default="smollm2", help="tiny is for testing")
+    parser.add_argument("--max-slowdown", type=float, default=3.0, help="limit of (p99 - step) / quiet; default: 3")
+    parser.add_argument(
+        "--max-growth",
+        type=float,
+        default=4.0,
+        help="limit of growth / bodies, for bodies of 1 MiB and more; default: 4",
+    )
     parser.add_argument("--only", choices=names, action="append", metavar="NAME", help="repeatable; default: all")
     return parser.parse_args()
 
 
 def main() -> int:
-    """Prints the table; 1 for a wrong answer or a process that ended."""
+    """Prints the table; 1 if an attack was not withstood."""
     chosen = parse()
     chosen_attacks = [attack for attack in attacks() if not chosen.only or attack.name in chosen.only]
     with tempfile.TemporaryDirectory() as name:
@@ -143,8 +171,11 @@ def main() -> int:
             for attack in chosen_attacks:
                 trials.append(try_attack(start, attack, chosen, folder))
                 print(f"{attack.name}: p99 {trials[-1].answers.quantile(0.99):.3f} s", flush=True)
-    print_table([COLUMNS, *(trial.cells(quiet, right, chosen.connections) for trial in trials)])
-    return int(any(trial.answers.wrong(right) or trial.watch.ended() for trial in trials))
+    print_table([COLUMNS, *(trial.cells(quiet, right) for trial in trials)])
+    limits = {"max_slowdown": chosen.max_slowdown, "max_growth": chosen.max_growth}
+    defects = [defect for trial in trials for defect in trial.defects(quiet, right, **limits)]
+    print("\n".join(defects), file=sys.stderr)
+    return int(bool(defects))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from megatron_runtime.headers import EngineState, Headers
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.inference_request import DynamicInferenceRequest, Status
 from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.batches import with_bodies
 from megatron_runtime.wire.bodies import TokenChunk
 from megatron_runtime.wire.codec import Message, pack_body, unpack_body
 from megatron_runtime.wire.items import Assignment, EngineLoad, items
@@ -54,7 +55,7 @@ class SimulatedEngine:
         if message.header is not Headers.SUBMIT_REQUEST:
             return
         finished, missing = [], []
-        for assignment, body in zip(items(message, Assignment.parse), message.bodies, strict=True):
+        for assignment, body in with_bodies(items(message, Assignment.parse), message.bodies):
             if assignment.withheld:
                 missing.append(assignment.uuid)
                 continue

@@ -9,19 +9,38 @@ from pathlib import Path
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 
 
+ENDLESS = "header without an end, control API"
+LARGE = "body of 70 MiB, control API"
+
+
+def run(*chosen: str, limit: int) -> subprocess.CompletedProcess[str]:
+    """A short run with these attacks, and with the same limit of slowness and of memory."""
+    options = ["--model=tiny", "--threads=1", "--seconds=2", *(f"--only={name}" for name in chosen)]
+    options += [f"--max-slowdown={limit}", f"--max-growth={limit}"]
+    return subprocess.run([sys.executable, BENCHMARKS / "attacks.py", *options], capture_output=True, text=True)
+
+
 def test_a_run_prints_what_a_client_noticed_of_an_attack_and_what_it_took() -> None:
-    endless = "header without an end, control API"
-    chosen = [f"--only={name}" for name in ("expression that repeats", endless)]
-    options = ["--model=tiny", "--threads=1", "--seconds=2", *chosen]
-    done = subprocess.run([sys.executable, BENCHMARKS / "attacks.py", *options], capture_output=True, text=True)
+    done = run("expression that repeats", ENDLESS, limit=10**9)
     assert done.returncode == 0, done.stderr
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines() if "|" in line]
     names = rows[0]
     found = {row[0]: dict(zip(names, row, strict=True)) for row in rows[2:]}
-    assert list(found) == ["expression that repeats", endless]
-    assert "x 431" in found[endless]["statuses"]
+    assert list(found) == ["expression that repeats", ENDLESS]
+    assert "x 431" in found[ENDLESS]["statuses"]
     for row in found.values():
         assert (row["wrong answers"], row["processes ended"]) == ("0", "0")
         assert float(row["p99, s"]) >= float(row["p50, s"]) > 0
         assert " x " in row["statuses"]
         assert float(row["growth / bodies"]) >= 0
+
+
+def test_an_attack_that_exceeds_a_limit_fails_the_run() -> None:
+    done = run(ENDLESS, LARGE, limit=-(10**9))
+    assert done.returncode == 1
+    defects = [line for line in done.stderr.splitlines() if "the limit is -1e+09" in line]
+    assert [line.split(" is ")[0] for line in defects] == [
+        f"{ENDLESS}: (p99 - step) / quiet",
+        f"{LARGE}: (p99 - step) / quiet",
+        f"{LARGE}: growth / bodies",
+    ]

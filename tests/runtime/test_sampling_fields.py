@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from megatron_runtime.engine.sampling.filters import EDITS, TRUNCATIONS
 from megatron_runtime.sampling_params import DEFAULTS, RANGES, SamplingParams
 from megatron_runtime.server.bodies.protocol import CompletionBody
-from megatron_runtime.server.bodies.sampling import sampling_params
+from megatron_runtime.server.bodies.sampling import sample_seed, sampling_params
 from megatron_runtime.server.bodies.sampling_fields import SamplingFields
 
 PAGE = Path(__file__).parents[2] / "docs" / "sampling.md"
@@ -84,12 +84,13 @@ def test_fields_reach_the_parameters() -> None:
     }
     assert given.keys() | {"logit_bias"} == SamplingFields.model_fields.keys()
     body = CompletionBody.model_validate({"model": "m", "prompt": "a", "logit_bias": {"3": 1}, "seed": -1, **given})
-    params = sampling_params(body, sample=0, limit=9, vocab_size=100)
+    params = sampling_params(body, limit=9, vocab_size=100)
     assert {name: getattr(params, name) for name in given} == given
-    assert (params.logit_bias, params.seed) == ({3: 1.0}, 2**64 - 1)
+    assert (params.logit_bias, params.seed) == ({3: 1.0}, None)
+    assert [sample_seed(body, sample) for sample in (0, 1)] == [2**64 - 1, 0]
 
 
 def test_the_defaults_of_a_request_use_no_filter() -> None:
     body = CompletionBody.model_validate({"model": "m", "prompt": "a", "top_k": -1})
-    params = sampling_params(body, sample=0, limit=9, vocab_size=100)
+    params = sampling_params(body, limit=9, vocab_size=100)
     assert params == SamplingParams(top_p=1.0, num_tokens_to_generate=9, skip_prompt_log_probs=True, stop_token_ids=[])

@@ -86,6 +86,7 @@ class Dispatcher:
             body=body,
             token_count=submission.received,
             hashes=submission.hashes,
+            seed=submission.seed,
             waiting_since=now,
         )
         self.next_request_id += 1
@@ -276,15 +277,17 @@ class Dispatcher:
             reason = defect if isinstance(defect, MalformedMessage) else type(defect).__name__
             self.fail(entry, EngineError(f"its tokens can't be decoded for another engine: {reason}"))
             return
-        engine.pushed += len(body)
         self._dispatches += 1
         entry.dispatch = self._dispatches
         entry.engine = engine.identity
         engine.owned.add(entry.uuid)
         # An earlier run's acknowledgement that arrived after the assignment would end this run.
         self._outbox.withdraw(engine.identity, Headers.REPLY_ACK, entry.uuid)
-        assignment = Assignment(entry.uuid, entry.dispatch, entry.streaming, entry.token_count, withheld)
-        self._outbox.add(engine.identity, Headers.SUBMIT_REQUEST, assignment, body)
+        assignment = Assignment(entry.uuid, entry.dispatch, entry.streaming, entry.token_count, withheld, entry.seed)
+        shares = entry.seed is not None
+        engine.pushed += self._outbox.add(
+            engine.identity, Headers.SUBMIT_REQUEST, assignment.wire(), body, shares=shares
+        )
 
     # End of a request
 

@@ -11,6 +11,7 @@ from megatron_runtime.data_parallel_inference_coordinator.engines import EngineE
 from megatron_runtime.data_parallel_inference_coordinator.requests import ClientEntry, RequestEntry
 from megatron_runtime.headers import EngineState, Headers
 from megatron_runtime.lifecycle import BROADCASTS, SIGNALS
+from megatron_runtime.wire.batches import with_bodies
 from megatron_runtime.wire.bodies import RequestBody
 from megatron_runtime.wire.codec import MalformedMessage, Message
 from megatron_runtime.wire.items import (
@@ -136,7 +137,11 @@ def _heartbeat(core: Core, peer: bytes, message: Message) -> None:
 def _submit(core: Core, peer: bytes, message: Message) -> None:
     client = _client(core, peer)
     now = core.clock()
-    for submission, body in zip(items(message, Submission.parse), message.bodies, strict=True):
+    hashes: list[int] = []
+    for submission, body in with_bodies(items(message, Submission.parse), message.bodies):
+        if submission.hashes == hashes:
+            submission = submission._replace(hashes=hashes)  # The choices of a request need one list.
+        hashes = submission.hashes
         if core.options.hash_block_size and not submission.hashes:
             submission = submission._replace(hashes=_hashes(core, body))
         core.dispatcher.submit(client, submission, body, now)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_runtime.headers import Headers
-from megatron_runtime.wire.batches import BATCH_BYTES
+from megatron_runtime.wire.batches import BodyFrames
 from megatron_runtime.wire.codec import MAX_BATCH, encode
 
 DEFERRED_BATCH = 64
@@ -25,20 +25,18 @@ class Outbox:
 
     def put(self, peer: bytes, header: Headers, *args: Any) -> None:
         """Add a message that is not a batch."""
-        self._pending.setdefault(peer, []).append(_Pending(header, args, None, []))
+        self._pending.setdefault(peer, []).append(_Pending(header, args, None))
 
-    def add(self, peer: bytes, header: Headers, item: Any, body: bytes | None = None) -> None:
-        """Add one item of a batch message."""
+    def add(self, peer: bytes, header: Headers, item: Any, body: bytes | None = None, *, shares: bool = False) -> int:
+        """Add one item of a batch message; ``shares`` as for BodyFrames. Returns the size of its body frame."""
         messages = self._pending.setdefault(peer, [])
         last = messages[-1] if messages else None
-        if last is None or last.header != header or last.is_full:
-            last = _Pending(header, (), [], [])
+        if last is None or last.header != header or last.is_full_for(body, shares=shares):
+            last = _Pending(header, (), [])
             messages.append(last)
         assert last.items is not None
         last.items.append(item)
-        if body is not None:
-            last.bodies.append(body)
-            last.size += len(body)
+        return 0 if body is None else last.bodies.add(body, shares=shares)
 
     def defer(self, peer: bytes, header: Headers, item: Any) -> None:
         """Add one item without a body that is not urgent: it is sent with others, or after the next `release`."""
@@ -74,20 +72,18 @@ class Outbox:
 
 
 class _Pending:
-    __slots__ = ("args", "bodies", "header", "items", "size")
+    __slots__ = ("args", "bodies", "header", "items")
 
-    def __init__(self, header: Headers, args: tuple[Any, ...], items: list[Any] | None, bodies: list[bytes]) -> None:
+    def __init__(self, header: Headers, args: tuple[Any, ...], items: list[Any] | None) -> None:
         self.header = header
         self.args = args
         self.items = items
-        self.bodies = bodies
-        self.size = 0
-        """Bytes of the bodies."""
+        self.bodies = BodyFrames()
 
-    @property
-    def is_full(self) -> bool:
-        return self.items is None or len(self.items) >= MAX_BATCH or self.size >= BATCH_BYTES
+    def is_full_for(self, body: bytes | None, *, shares: bool) -> bool:
+        """Whether an item with this body belongs into the next message."""
+        return self.items is None or len(self.items) >= MAX_BATCH or self.bodies.is_full_for(body or b"", shares=shares)
 
     def frames(self) -> list[bytes]:
         args = self.args if self.items is None else (self.items,)
-        return encode(self.header, *args, bodies=self.bodies)
+        return encode(self.header, *args, bodies=self.bodies.frames)

@@ -25,9 +25,12 @@ class RequestEntry:
     """Socket identity; empty while the client is lost."""
     streaming: bool
     body: bytes
+    """The choices of one request share it until they have tokens."""
     token_count: int
     """Tokens generated so far: those in the body and those in ``chunks``."""
     hashes: list[int]
+    seed: int | None
+    """In place of the body's."""
     waiting_since: float
     """When the request began to wait for an engine the last time."""
     chunks: list[bytes] = field(default_factory=list)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from functools import lru_cache
+
+from megatron_runtime.engine.shared_values import SharedValues
 
 
 class _Automaton:
@@ -57,10 +58,7 @@ class _Automaton:
         return following
 
 
-@lru_cache(maxsize=64)
-def _automaton(stops: tuple[str, ...]) -> _Automaton:
-    """Shared by the answers of a request, which have the same stop strings."""
-    return _Automaton(stops)
+_automaton = SharedValues(_Automaton)
 
 
 class StopMatcher:

@@ -13,6 +13,7 @@ from megatron_runtime.engine.request_future import RequestFuture, resolve
 from megatron_runtime.engine.sampling.grammar import RequestGuide
 from megatron_runtime.engine.sampling.thinking import ThinkingLimit
 from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice
+from megatron_runtime.engine.shared_values import SharedValues
 from megatron_runtime.engine.step_result import PartialOutput
 from megatron_runtime.engine.stop_matcher import StopMatcher
 from megatron_runtime.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord, Status
@@ -56,7 +57,7 @@ class TrackedRequest:
         self._detokenizer = tokenizer.incremental(skip_special_tokens=params.skip_special_tokens)
         self._matcher = StopMatcher(params.stop_words) if params.stop_words else None
         self.stop_ids = _stop_ids(params, tokenizer)
-        self.bad_sequences = _bad_sequences(params, tokenizer)
+        self.bad_sequences = _bad_sequences(tuple(params.bad_words or ()), tokenizer)
         self.pooled: PooledStates | None = None
         """The hidden states of a request for an embedding; created with its sequence."""
         self._generated: list[int] = []
@@ -331,7 +332,10 @@ def _stop_ids(params: SamplingParams, tokenizer: Tokenizer) -> frozenset[int]:
     return wanted | tokenizer.eos_token_ids
 
 
-def _bad_sequences(params: SamplingParams, tokenizer: Tokenizer) -> frozenset[tuple[int, ...]]:
+def _tokens_of_bad_words(words: tuple[str, ...], tokenizer: Tokenizer) -> frozenset[tuple[int, ...]]:
     """The tokens of each bad word at the start of a text and after a space, as in vLLM."""
-    texts = {start + word.lstrip() for word in params.bad_words or () for start in ("", " ")}
+    texts = {start + word.lstrip() for word in words for start in ("", " ")}
     return frozenset(tuple(tokenizer.tokenize(text)) for text in texts)
+
+
+_bad_sequences = SharedValues(_tokens_of_bad_words)

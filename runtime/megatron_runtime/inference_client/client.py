@@ -20,7 +20,7 @@ from megatron_runtime.headers import Headers
 from megatron_runtime.inference_client.async_stream import AsyncStream, StreamReplies
 from megatron_runtime.inference_client.calls import ClientCalls
 from megatron_runtime.inference_client.control_calls import ControlCalls
-from megatron_runtime.inference_client.outstanding import RequestFuture, RequestStream
+from megatron_runtime.inference_client.outstanding import RequestFuture, RequestStream, SubmittedBody
 from megatron_runtime.inference_client.requests import ClientRequests, retrieve
 from megatron_runtime.inference_client.result import StreamUpdate
 from megatron_runtime.sampling_params import SamplingParams
@@ -178,7 +178,7 @@ class InferenceClient(ControlCalls):
 
     def add_request(
         self,
-        prompt: Prompt,
+        prompt: Prompt | SubmittedBody,
         sampling_params: SamplingParams | None = None,
         *,
         request_uuid: bytes | None = None,
@@ -188,7 +188,7 @@ class InferenceClient(ControlCalls):
         """Submit a request.
 
         Args:
-            prompt: Text or token ids.
+            prompt: Text or token ids, or a `shared_body` with the seed of this request, without parameters.
             sampling_params: Copied. A missing seed is chosen here, so that every engine continues alike.
             request_uuid: 16 bytes that identify the request; the coordinator does not serve a UUID twice.
             timeout: Seconds until it ends with a RequestTimeoutError; None: the default of the client.
@@ -205,7 +205,14 @@ class InferenceClient(ControlCalls):
         """
         self._require_started()
         limit = self._request_timeout if timeout is None else timeout
-        return self._requests.submit(prompt, sampling_params, request_uuid, limit, on_update)
+        if not isinstance(prompt, SubmittedBody):
+            prompt = self._requests.prepare(prompt, sampling_params, is_shared=False)
+        return self._requests.submit(prompt, request_uuid, limit, on_update)
+
+    def shared_body(self, prompt: Prompt, sampling_params: SamplingParams) -> SubmittedBody:
+        """A body for several requests that differ in their seeds alone, which all processes hold once. Errors as for
+        `add_request`."""
+        return self._requests.prepare(prompt, sampling_params, is_shared=True)
 
     def stream_request(
         self,

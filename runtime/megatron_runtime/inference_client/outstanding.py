@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_runtime.inference_client.result import StreamUpdate
@@ -27,6 +28,21 @@ class RequestFuture(asyncio.Future[Any]):
         self.request_uuid = request_uuid
 
 
+@dataclass(frozen=True)
+class SubmittedBody:
+    """What is sent of a request, packed and hashed once for all requests that differ in their seeds alone."""
+
+    content: RequestBody
+    packed: bytes
+    hashes: list[int]
+    seed: int | None = None
+    """In place of the content's, which other requests may share."""
+
+    def with_seed(self, seed: int | None) -> SubmittedBody:
+        """The same for one of the requests; None chooses the seed."""
+        return replace(self, seed=secrets.randbits(63) if seed is None else seed)
+
+
 @dataclass(eq=False)
 class Outstanding:
     """One request from its submission to its answer or error."""
@@ -35,6 +51,8 @@ class Outstanding:
     packed: bytes
     """The body as it was submitted."""
     hashes: list[int]
+    seed: int | None
+    """As of its SubmittedBody."""
     future: RequestFuture
     on_update: Callable[[StreamUpdate], None] | None
     """Called with new tokens; None for a request that does not stream."""

@@ -19,12 +19,12 @@ from megatron_runtime.errors import (
     deserialize_error,
 )
 from megatron_runtime.headers import Headers
-from megatron_runtime.inference_client.outstanding import Outstanding, RequestFuture
+from megatron_runtime.inference_client.outstanding import Outstanding, RequestFuture, SubmittedBody
 from megatron_runtime.inference_client.result import InferenceResult, StreamUpdate
 from megatron_runtime.inference_request import DynamicInferenceRequest, compute_block_hashes
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.batches import in_batches
-from megatron_runtime.wire.bodies import Prompt, RequestBody, TokenChunk
+from megatron_runtime.wire.bodies import KEPT_BY_CLIENT, Prompt, RequestBody, TokenChunk
 from megatron_runtime.wire.codec import MalformedMessage, Message, is_list_of_integers, unpack_body
 from megatron_runtime.wire.dealer import Dealer
 from megatron_runtime.wire.items import Forwarded, RequestFailure, Submission, items, uuid_bytes
@@ -63,15 +63,31 @@ class ClientRequests:
         self.futures: dict[int, RequestFuture] = {}
         self.next_id = 0
 
+    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None, *, is_shared: bool) -> SubmittedBody:
+        """The body of a request, or of several with seeds of their own. Errors as for
+        InferenceClient.add_request."""
+        body = _checked_body(prompt, sampling_params)
+        if is_shared:
+            body.sampling_params.pop("seed", None)
+        else:
+            body.sampling_params.setdefault("seed", secrets.randbits(63))
+        salt, adapter = (
+            (None, None) if sampling_params is None else (sampling_params.cache_salt, sampling_params.adapter)
+        )
+        return SubmittedBody(body, _packed(body), self._hashes(prompt, salt, adapter))
+
     def submit(
         self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None,
+        body: SubmittedBody,
         request_uuid: bytes | None,
         limit: float | None,
         on_update: Callable[[StreamUpdate], None] | None,
     ) -> RequestFuture:
-        """Add a request, which `flush` sends in the next loop iteration. Errors as for InferenceClient.add_request."""
+        """Add a request, which `flush` sends in the next loop iteration.
+
+        Raises:
+            InvalidRequestError: The UUID is invalid, or that of another request.
+        """
         loop = asyncio.get_running_loop()
         future = RequestFuture(self.next_id, request_uuid or uuid.uuid4().bytes, loop=loop)
         if len(future.request_uuid) != 16 or future.request_uuid in self._outstanding:
@@ -79,11 +95,7 @@ class ClientRequests:
                 "request_uuid must be 16 bytes, and different from those of other outstanding requests",
                 field="request_uuid",
             )
-        body = _checked_body(prompt, sampling_params)
-        salt, adapter = (
-            (None, None) if sampling_params is None else (sampling_params.cache_salt, sampling_params.adapter)
-        )
-        entry = Outstanding(body, _packed(body), self._hashes(prompt, salt, adapter), future, on_update)
+        entry = Outstanding(body.content.alone(None), body.packed, body.hashes, body.seed, future, on_update)
         self.next_id += 1
         self._outstanding[future.request_uuid] = entry
         self.futures[future.request_id] = future
@@ -115,8 +127,9 @@ class ClientRequests:
         waiting, self._to_submit = self._to_submit, []
         if not self._is_connected():
             return
-        for submissions, bodies in in_batches(self._submissions(waiting)):
-            self._dealer.send(Headers.SUBMIT_REQUEST, submissions, bodies=bodies)
+        for submissions, bodies in in_batches(self._submissions(waiting), shares=True):
+            wire = [submission.wire() for submission in submissions]
+            self._dealer.send(Headers.SUBMIT_REQUEST, wire, bodies=bodies)
 
     @staticmethod
     def _submissions(entries: list[Outstanding]) -> Iterator[tuple[Submission, bytes]]:
@@ -130,7 +143,7 @@ class ClientRequests:
                 _end(entry, InvalidRequestError(f"the request can't be sent again: {error}", field="prompt"))
                 continue
             streams, received = entry.on_update is not None, len(entry.received.tokens)
-            yield Submission(entry.future.request_uuid, streams, received, entry.hashes), body
+            yield Submission(entry.future.request_uuid, streams, received, entry.hashes, entry.seed), body
 
     def resubmit(self) -> None:
         """Send all outstanding requests again, with the tokens received so far, to a coordinator that answers again."""
@@ -184,6 +197,9 @@ class ClientRequests:
     def _answer(self, entry: Outstanding, content: dict[str, Any]) -> None:
         content["latency"] = time.perf_counter() - entry.submitted
         content["request_id"] = entry.future.request_id
+        if content["sampling_params"]:
+            own = entry.body.sampling_params
+            content["sampling_params"] |= {name: own.get(name) for name in KEPT_BY_CLIENT}
         if not self._deserialize and entry.on_update is None:
             entry.future.set_result(content)
             return
@@ -245,7 +261,6 @@ def _checked_body(prompt: Prompt, sampling_params: SamplingParams | None) -> Req
             f"prompt is a {type(prompt).__name__}; give text or a list of token ids", field="prompt"
         )
     params = (sampling_params or SamplingParams()).serialize_changed()
-    params.setdefault("seed", secrets.randbits(63))
     return RequestBody(prompt, params, trace=tracing.carrier())
 
 

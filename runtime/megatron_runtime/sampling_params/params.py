@@ -21,6 +21,8 @@ LONGEST_NAME = 255
 LONGEST_MARKER = 64
 """Maximum number of characters of a marker of reasoning."""
 _MOST_BAD_WORDS = 1000
+MOST_BAD_CHARACTERS = 16_384
+"""Maximum number of characters of all bad words together: all of them are tokenized, each twice."""
 POOLINGS = ("last", "mean")
 """The values of ``pooling``."""
 _UNAVAILABLE = {
@@ -293,13 +295,20 @@ class SamplingParams:
         words = self.bad_words
         if words is None:
             return
-        if not isinstance(words, (list, tuple)) or any(not isinstance(word, str) or not word.strip() for word in words):
+        is_list = isinstance(words, (list, tuple)) and (
+            set(map(type, words)) <= {str} or all(isinstance(word, str) for word in words)
+        )
+        if not is_list or not all(map(str.strip, words)):
             raise InvalidRequestError(
                 f"bad_words={words!r} must be a list of texts, none of them blank", field="bad_words"
             )
         if len(words) > _MOST_BAD_WORDS:
             raise InvalidRequestError(
                 f"bad_words has {len(words)} texts; give at most {_MOST_BAD_WORDS}", field="bad_words"
+            )
+        if (size := sum(map(len, words))) > MOST_BAD_CHARACTERS:
+            raise InvalidRequestError(
+                f"bad_words has {size} characters; give at most {MOST_BAD_CHARACTERS}", field="bad_words"
             )
         self.bad_words = list(words) or None
 

@@ -59,7 +59,13 @@ def _refuse_invalid(value: Mapping[Any, Any]) -> None:
             )
 
 
+def _are_token_ids(ids: Collection[Any]) -> bool:
+    if set(map(type, ids)) == {int}:  # Without a loop in Python, which would take 10 ms for the longest list.
+        return bool(min(ids) >= 0)
+    return all(is_integer(i) and i >= 0 for i in ids)
+
+
 def check_ids(name: str, ids: Any) -> None:
     """Raises InvalidRequestError unless ``ids`` is None or a list of token ids; ``name`` is the parameter."""
-    if ids is not None and not (isinstance(ids, (list, tuple)) and all(is_integer(i) and i >= 0 for i in ids)):
+    if ids is not None and not (isinstance(ids, (list, tuple)) and _are_token_ids(ids)):
         raise InvalidRequestError(f"{name}={ids!r} must be a list of token ids", field=name)

@@ -21,7 +21,7 @@ from megatron_runtime.server.api_keys import ApiKeys, digest
 from megatron_runtime.server.bodies.guided import output_constraint
 from megatron_runtime.server.bodies.limits import MAX_CHOICES
 from megatron_runtime.server.bodies.protocol import GenerationBody
-from megatron_runtime.server.bodies.sampling import sampling_params, token_limit
+from megatron_runtime.server.bodies.sampling import check_copies, sample_seed, sampling_params, token_limit
 from megatron_runtime.server.body_route import BodyRoute, body_route
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.generation.choice import ChoiceTask
@@ -126,18 +126,15 @@ class FrontendContext:
         if len(prompts) * body.n > MAX_CHOICES:
             message = f"n: {len(prompts)} prompts times {body.n} exceed the limit of {MAX_CHOICES} answers; reduce n"
             raise ApiError(400, message, param="n")
+        check_copies(body, len(prompts) * body.n)
         fill(body, self.options.sampling_defaults)
         grammar = parsing.grammar(output_constraint(body))
-        shown = parsing.shown_tokens
+        by_limit: dict[int, SamplingParams] = {}
+        for prompt in prompts:
+            if (limit := self._limit(body, prompt)) not in by_limit:
+                by_limit[limit] = self._sampling_params(body, limit, grammar, cache_salt, parsing)
         return [
-            self._task(
-                index * body.n + sample,
-                prompt,
-                self._sampling_params(body, prompt, sample, grammar, cache_salt, parsing),
-                body,
-                key,
-                shown,
-            )
+            self._task(index * body.n + sample, prompt, by_limit[self._limit(body, prompt)], body, key, parsing)
             for index, prompt in enumerate(prompts)
             for sample in range(body.n)
         ]
@@ -164,14 +161,20 @@ class FrontendContext:
         params: SamplingParams,
         body: GenerationBody,
         key: IdempotencyKey | None,
-        shown: frozenset[int],
+        parsing: ResponseParsing,
     ) -> ChoiceTask:
-        if key is not None and params.seed is None:
-            params.seed = key.seed(index)
-        every_token = body.is_echoed or body.return_token_ids or body.return_tokenized_data
-        uuid = self._uuid(index, key)
-        top_n = body.top_n_log_probs
-        return ChoiceTask(index, prompt, params, uuid=uuid, with_every_token=every_token, shown=shown, top_n=top_n)
+        seed = sample_seed(body, index % body.n)
+        return ChoiceTask(
+            index,
+            prompt,
+            params,
+            seed=key.seed(index) if key is not None and seed is None else seed,
+            shares_body=body.n > 1,
+            uuid=self._uuid(index, key),
+            with_every_token=body.is_echoed or body.return_token_ids or body.return_tokenized_data,
+            shown=parsing.shown_tokens,
+            top_n=body.top_n_log_probs,
+        )
 
     def _uuid(self, index: int, key: IdempotencyKey | None) -> bytes | None:
         """The UUID of a choice if it is known here: Megatron's answers have it as their id."""
@@ -179,15 +182,8 @@ class FrontendContext:
             return key.uuid(index)
         return uuid4().bytes if self.options.http.megatron_http else None
 
-    def _sampling_params(
-        self,
-        body: GenerationBody,
-        prompt: list[int],
-        sample: int,
-        grammar: str | None,
-        cache_salt: str | None,
-        parsing: ResponseParsing,
-    ) -> SamplingParams:
+    def _limit(self, body: GenerationBody, prompt: list[int]) -> int:
+        """Maximum number of tokens to generate after this prompt."""
         limit = token_limit(
             len(prompt),
             body.token_limit,
@@ -196,9 +192,19 @@ class FrontendContext:
             prompt_param=body.prompt_param,
             is_clamped=self.options.http.megatron_http or body.clamps_token_limit,
         )
-        limit = min(limit, self.options.sampling_defaults.get(LONGEST_ANSWER, limit))
-        vocab_size = self.tokenizer.vocab_size
-        params = sampling_params(body, sample=sample, limit=limit, vocab_size=vocab_size, grammar=grammar)
+        longest: int = self.options.sampling_defaults.get(LONGEST_ANSWER, limit)
+        return min(limit, longest)
+
+    def _sampling_params(
+        self,
+        body: GenerationBody,
+        limit: int,
+        grammar: str | None,
+        cache_salt: str | None,
+        parsing: ResponseParsing,
+    ) -> SamplingParams:
+        """The parameters that all choices with this limit share."""
+        params = sampling_params(body, limit=limit, vocab_size=self.tokenizer.vocab_size, grammar=grammar)
         params.cache_salt, params.adapter = cache_salt, self.adapter(body.model)
         parsing.limit_thinking(params, body.thinking_budget)
         return params

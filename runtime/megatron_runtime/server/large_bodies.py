@@ -1,11 +1,15 @@
-"""Works on large request bodies outside the event loop."""
+"""Works on large request bodies, and on those with grammars, outside the event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from threading import Lock
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 LARGE_BODY_BYTES = 32 * 1024
 """Above this size, the work on a body takes longer than its way to a thread and back."""
@@ -15,16 +19,66 @@ T = TypeVar("T")
 
 
 class LargeBodies:
-    """Parses, validates and tokenizes large bodies in one thread, one after the other.
+    """Parses, validates and tokenizes large bodies in one thread, one after the other, the shortest first.
 
-    Small requests are served meanwhile, and the memory that the work takes is that of one body.
+    Small requests are served meanwhile, and the memory that the work takes is that of one body. Grammars of small
+    bodies are checked in a second thread, because the time for a grammar does not follow from its size.
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "large-bodies")
+        self._bodies = _ShortestFirst("large-bodies")
+        self._grammars = _ShortestFirst("grammars")
 
     async def run(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of ``work`` for a body of ``size`` bytes; small ones are worked on at once."""
         if size <= LARGE_BODY_BYTES:
             return work(*args, **kwargs)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args, **kwargs))
+        return await self._bodies.run(size, partial(work, *args, **kwargs))
+
+    async def run_with_grammar(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The same for a body with a grammar, which is never worked on in the event loop."""
+        thread = self._grammars if size <= LARGE_BODY_BYTES else self._bodies
+        return await thread.run(size, partial(work, *args, **kwargs))
+
+
+class _Waiting(NamedTuple):
+    size: int
+    number: int
+    """Works of the same size are done in the order of their arrival."""
+    work: Callable[[], Any]
+    result: Future[Any]
+
+
+class _ShortestFirst:
+    """One thread, which does the smallest work first that waits."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, name)
+        self._lock = Lock()
+        self._waiting: list[_Waiting] = []
+        self._numbers = itertools.count()
+
+    async def run(self, size: int, work: Callable[[], T]) -> T:
+        """The result of ``work``; work that is cancelled before its turn is not done."""
+        # The future is no variable here, because an error would then refer to itself by its traceback.
+        return await asyncio.wrap_future(self._add(size, work))
+
+    def _add(self, size: int, work: Callable[[], T]) -> Future[T]:
+        result: Future[T] = Future()
+        with self._lock:
+            heapq.heappush(self._waiting, _Waiting(size, next(self._numbers), work, result))
+        self._thread.submit(self._do_smallest)
+        return result
+
+    def _do_smallest(self) -> None:
+        with self._lock:
+            _, _, work, result = heapq.heappop(self._waiting)
+        if not result.set_running_or_notify_cancel():
+            return
+        try:
+            done = work()
+        except BaseException as error:
+            result.set_exception(error)
+            del result, work  # The error refers to these variables by its traceback, and would keep the body until gc.
+        else:
+            result.set_result(done)

@@ -9,6 +9,16 @@ from megatron_runtime.wire.codec import MalformedMessage, is_list_of_integers, p
 
 Prompt = str | list[int]
 TopLogProbs = list[dict[str, float]]
+KEPT_BY_CLIENT = (
+    "stop_words",
+    "bad_words",
+    "stop_token_ids",
+    "allowed_token_ids",
+    "logit_bias",
+    "grammar",
+    "replayed_routing",
+)
+"""Sampling parameters that are not sent back with a result, because they may be large, and the client has them."""
 
 
 @dataclass
@@ -71,6 +81,11 @@ class RequestBody:
     generated: TokenChunk = field(default_factory=TokenChunk)
     trace: dict[str, str] = field(default_factory=dict)
     """The trace context, as `tracing.carrier` returns it."""
+
+    def alone(self, seed: int | None) -> RequestBody:
+        """The body of one of the requests that share it: with this seed, and with tokens of its own."""
+        params = self.sampling_params if seed is None else {**self.sampling_params, "seed": seed}
+        return RequestBody(self.prompt, params, self.generated.since(0), self.trace)
 
     def pack(self) -> bytes:
         """As a body frame.

@@ -59,6 +59,16 @@ def fields(value: Any, count: int, what: str) -> list[Any]:
     return value
 
 
+def _with_seed(value: Any, count: int, what: str) -> list[Any]:
+    """A list of ``count`` fields, and of a seed or None if it has one more."""
+    if type(value) is not list or len(value) <= count:
+        return fields(value, count, what)
+    *_, seed = fields(value, count + 1, what)
+    if seed is not None and (type(seed) is not int or not 0 <= seed < 2**64):
+        raise MalformedMessage("seed is not a natural number of 64 bits")
+    return value
+
+
 def arguments(message: Message, count: int) -> list[Any]:
     """The arguments of a message that takes exactly ``count`` and no body."""
     if len(message.args) != count or message.bodies:
@@ -86,13 +96,19 @@ class Submission(NamedTuple):
     """Number of tokens that the client has received; the body has them too."""
     hashes: list[int]
     """Block hashes of the prompt for prefix routing; may be empty."""
+    seed: int | None = None
+    """In place of the body's. An item with a seed and an empty body frame has the body of the item before it."""
 
     @classmethod
     def parse(cls, raw: Any) -> Submission:
-        uuid, streaming, received, hashes = fields(raw, 4, "submission")
+        uuid, streaming, received, hashes, *own = _with_seed(raw, 4, "submission")
         if not is_list_of_integers(hashes):
             raise MalformedMessage("block hashes are not a list of integers")
-        return cls(uuid_bytes(uuid), flag(streaming, "streaming"), natural(received, "received"), hashes)
+        return cls(uuid_bytes(uuid), flag(streaming, "streaming"), natural(received, "received"), hashes, *own)
+
+    def wire(self) -> tuple[Any, ...]:
+        """The fields; without a seed, those that earlier versions accept too."""
+        return self[:4] if self.seed is None else tuple(self)
 
 
 class Assignment(NamedTuple):
@@ -106,17 +122,24 @@ class Assignment(NamedTuple):
     """Number of generated tokens that the coordinator has; the body has them too."""
     withheld: int = 0
     """Size of the body if it is withheld until BODIES_NEEDED; the body frame is empty then."""
+    seed: int | None = None
+    """As in a Submission."""
 
     @classmethod
     def parse(cls, raw: Any) -> Assignment:
-        uuid, dispatch, streaming, received, withheld = fields(raw, 5, "assignment")
+        uuid, dispatch, streaming, received, withheld, *own = _with_seed(raw, 5, "assignment")
         return cls(
             uuid_bytes(uuid),
             natural(dispatch, "dispatch"),
             flag(streaming, "streaming"),
             natural(received, "received"),
             natural(withheld, "withheld"),
+            *own,
         )
+
+    def wire(self) -> tuple[Any, ...]:
+        """The fields; without a seed, those that earlier versions accept too."""
+        return self[:5] if self.seed is None else tuple(self)
 
 
 class Finished(NamedTuple):

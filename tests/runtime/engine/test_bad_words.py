@@ -57,7 +57,7 @@ def test_an_answer_has_other_tokens_when_all_characters_are_bad_words(engine: Dy
     assert not any(chr(token) in BYTES for token in answer)
 
 
-@pytest.mark.parametrize("words", ["no", [""], ["no", "  "], [7], ["no"] * 1001])
+@pytest.mark.parametrize("words", ["no", [""], ["no", "  "], [7], ["no"] * 1001, ["no" * 500] * 17])
 def test_bad_words_that_are_no_list_of_texts_are_rejected(words: object) -> None:
     with pytest.raises(InvalidRequestError, match="bad_words") as caught:
         SamplingParams(bad_words=words)  # type: ignore[arg-type]
@@ -67,3 +67,25 @@ def test_bad_words_that_are_no_list_of_texts_are_rejected(words: object) -> None
 def test_bad_words_and_a_grammar_exclude_each_other() -> None:
     with pytest.raises(InvalidRequestError, match="not possible together with a grammar"):
         SamplingParams(bad_words=["no"], grammar='start: "no"')
+
+
+def test_requests_with_the_same_bad_words_tokenize_them_once(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1000 texts of 1020 characters, for each of 60 choices, took 17 s between two steps."""
+    tokenizer, texts = load_tokenizer(tiny_checkpoint), []
+    tokenize = tokenizer.tokenize
+
+    def noted(text: str, *, add_special_tokens: bool = False) -> list[int]:
+        texts.append(text)
+        return tokenize(text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "tokenize", noted)
+    model = load_model(tiny_checkpoint, dtype="float32")
+    engine = DynamicInferenceEngine.build(model, tokenizer, InferenceConfig(buffer_size_gb=0.01))
+    words = ["two", "bad"]
+    for number in range(8):
+        engine.add_request(number, [72], SamplingParams(bad_words=[*words], num_tokens_to_generate=2))
+    assert sorted(texts) == sorted([*words, *(f" {word}" for word in words)])
+    while engine.has_unfinished_requests():
+        engine.step_modern()

@@ -98,7 +98,7 @@ def edits_of(vocabulary: int) -> tuple[LogitsEdit, ...]:
     """For two rows: the same token in several filters, exclusions as lists and, of many tokens, as masks."""
 
     def edits(kind: type[TokenFilter], row: int, given: dict[int, float]) -> TokenEdits:
-        return TokenEdits(np.array([*given]) + row * vocabulary, values(*given.values()), kind)
+        return TokenEdits([(row, (np.array([*given]), values(*given.values())))], vocabulary, kind)
 
     allowed = np.arange(vocabulary)[None] % 3 == 1
     return (

@@ -12,9 +12,11 @@ from pydantic import ValidationError
 
 from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.guides import json_schema_grammar
+from megatron_runtime.sampling_params import MOST_BAD_CHARACTERS
 from megatron_runtime.server.bodies import limits
 from megatron_runtime.server.bodies.protocol import ChatCompletionBody, CompletionBody
 from megatron_runtime.server.bodies.responses_protocol import ResponsesBody
+from megatron_runtime.server.bodies.sampling import check_copies
 from megatron_runtime.server.body_route import MAX_COPIED_BYTES, MAX_VALUES, _check_copies, _content
 from megatron_runtime.server.errors import ApiError, _from_validation
 
@@ -45,6 +47,7 @@ def refusal(fields: Mapping[str, Any], body: Body = CompletionBody) -> ApiError:
         (CompletionBody, {"stop_token_ids": [1] * 1025}, "stop_token_ids", limits.MAX_STOP_TOKENS),
         (CompletionBody, {"allowed_token_ids": [1] * 65_537}, "allowed_token_ids", limits.MAX_ALLOWED_TOKENS),
         (CompletionBody, {"bad_words": ["x"] * 1001}, "bad_words", limits.MAX_BAD_WORDS),
+        (CompletionBody, {"bad_words": ["x" * 1000] * 17}, "bad_words", MOST_BAD_CHARACTERS),
         (CompletionBody, {"guided_regex": "x" * 70_000}, "guided_regex", limits.MAX_GRAMMAR_CHARACTERS),
         (CompletionBody, {"guided_choice": ["x"] * 4097}, "guided_choice", limits.MAX_GUIDED_CHOICES),
         (CompletionBody, {"guided_json": {"x": "y" * 300_000}}, "guided_json", limits.MAX_SCHEMA_CHARACTERS),
@@ -54,6 +57,11 @@ def refusal(fields: Mapping[str, Any], body: Body = CompletionBody) -> ApiError:
             "response_format.json_schema.schema",
             limits.MAX_SCHEMA_CHARACTERS,
         ),
+        (CompletionBody, {"user": "x" * 1025}, "user", limits.LONGEST_IDENTIFIER),
+        (ChatCompletionBody, {"safety_identifier": "x" * 1025}, "safety_identifier", limits.LONGEST_IDENTIFIER),
+        (ResponsesBody, {"prompt_cache_key": "x" * 1025}, "prompt_cache_key", limits.LONGEST_IDENTIFIER),
+        (ResponsesBody, {"service_tier": "x" * 1025}, "service_tier", limits.LONGEST_IDENTIFIER),
+        (CompletionBody, {"metadata": {"x": "y" * 70_000}}, "metadata", limits.MAX_METADATA_CHARACTERS),
         (ChatCompletionBody, {"tools": [FUNCTION] * 513}, "tools", limits.MAX_TOOLS),
         (
             ChatCompletionBody,
@@ -150,3 +158,14 @@ def test_the_copies_of_a_body_are_limited() -> None:
     _check_copies(128, MAX_COPIED_BYTES // 128)
     with pytest.raises(ApiError, match="n: 128 choices of a body of 1000000 bytes exceed"):
         _check_copies(128, 1_000_000)
+
+
+@pytest.mark.parametrize("field", ["allowed_token_ids", "logit_bias"])
+def test_the_tokens_of_all_choices_together_are_limited(field: str) -> None:
+    tokens = range(1000)
+    given = {"allowed_token_ids": [*tokens, *tokens], "logit_bias": {str(token): 1 for token in tokens}}[field]
+    body = CompletionBody.model_validate({"model": "m", "prompt": "x", "n": 128, field: given})
+    check_copies(body, limits.MAX_COPIED_TOKENS // len(tokens))
+    with pytest.raises(ApiError, match=f"{field}: 1000 tokens for each of 263 choices exceed 262144") as refused:
+        check_copies(body, limits.MAX_COPIED_TOKENS // len(tokens) + 1)
+    assert refused.value.param == field

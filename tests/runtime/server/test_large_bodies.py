@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import threading
+import weakref
 
 import pytest
 from fastapi import FastAPI, Request
@@ -12,6 +15,7 @@ from httpx import ASGITransport, AsyncClient
 from pydantic import BaseModel
 
 from megatron_runtime.model.tokenizer import Tokenizer, load_tokenizer
+from megatron_runtime.server.bodies.protocol import ChatCompletionBody
 from megatron_runtime.server.bodies.sampling import check_characters, check_tokens
 from megatron_runtime.server.body_route import body_route
 from megatron_runtime.server.errors import ApiError, install_error_handlers
@@ -67,6 +71,81 @@ async def test_large_bodies_are_worked_on_one_by_one_beside_the_event_loop() -> 
     assert await asyncio.gather(*large) == [0, 1, 2, 3]
     assert most == 1
     assert threading.current_thread() not in threads
+
+
+async def test_the_shortest_body_that_waits_is_worked_on_first() -> None:
+    """A body of 40 KB waited for all of 15 MiB that others had sent before."""
+    bodies, started, go_on, order = LargeBodies(), threading.Event(), threading.Event(), []
+
+    def work(size: int) -> None:
+        order.append(size)
+        started.set()
+        go_on.wait(20)
+
+    sizes = [3 * 2**20, 15 * 2**20, 2**20, 14 * 2**20, 40_000]
+    waiting = [asyncio.create_task(bodies.run(size, work, size)) for size in sizes]
+    assert await asyncio.to_thread(started.wait, 20)
+    waiting[3].cancel()
+    await asyncio.wait(waiting[3:4])
+    go_on.set()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert order == [3 * 2**20, 40_000, 2**20, 15 * 2**20]
+
+
+async def test_a_grammar_is_never_checked_in_the_event_loop() -> None:
+    """The check of an expression of 22 KB kept all clients waiting for 0.2 s."""
+    bodies, go_on = LargeBodies(), threading.Event()
+    large = asyncio.create_task(bodies.run(LARGE_BODY_BYTES + 1, go_on.wait, 20))
+    small = await bodies.run_with_grammar(10, threading.current_thread)
+    assert small is not threading.current_thread()
+    go_on.set()
+    assert await large
+    assert await bodies.run_with_grammar(LARGE_BODY_BYTES + 1, threading.current_thread) is not small
+    with pytest.raises(ZeroDivisionError):
+        await bodies.run_with_grammar(10, lambda: 1 // 0)
+
+
+async def test_the_memory_of_a_refused_body_is_released_at_once() -> None:
+    """Bodies of 1 MB that were refused kept 430 MiB until the collector of reference cycles ran."""
+
+    class Content:
+        """Stands for a parsed body."""
+
+    bodies, kept = LargeBodies(), []
+
+    def refuse() -> None:
+        content = Content()
+        kept.append(weakref.ref(content))
+        raise ApiError(400, "refused", param="x")
+
+    gc.disable()
+    try:
+        for run in (bodies.run, bodies.run_with_grammar):
+            with contextlib.suppress(ApiError):
+                await run(LARGE_BODY_BYTES + 1, refuse)
+        await bodies.run(LARGE_BODY_BYTES + 1, int)  # The thread has ended the work before.
+        assert [reference() for reference in kept] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_body_knows_whether_it_has_a_grammar() -> None:
+    def has_grammar(**fields: object) -> bool:
+        messages = [{"role": "user", "content": "x"}]
+        return ChatCompletionBody.model_validate({"model": "m", "messages": messages, **fields}).has_grammar
+
+    assert not has_grammar()
+    tool = {"type": "function", "function": {"name": "f"}}
+    for fields in (
+        {"guided_regex": "a"},
+        {"guided_json": {}},
+        {"guided_choice": ["a"]},
+        {"guided_grammar": "start: A"},
+        {"structured_outputs": {"regex": "a"}},
+        {"response_format": {"type": "json_object"}},
+        {"tools": [tool]},
+    ):
+        assert has_grammar(**fields), fields
 
 
 async def test_an_error_about_a_large_body_is_that_about_a_small_one(client: AsyncClient) -> None:

@@ -19,7 +19,7 @@ from megatron_runtime.engine.worker.loop_requests import LoopRequest, LoopReques
 from megatron_runtime.engine.worker.protocol import Engine
 from megatron_runtime.engine.worker.withheld_bodies import WithheldBodies
 from megatron_runtime.headers import Headers
-from megatron_runtime.wire.batches import BATCH_BYTES
+from megatron_runtime.wire.batches import BATCH_BYTES, with_bodies
 from megatron_runtime.wire.bodies import RequestBody
 from megatron_runtime.wire.codec import Message
 from megatron_runtime.wire.items import Assignment, adapter_entries, arguments, items, natural, uuid_bytes
@@ -35,6 +35,20 @@ SMALL_BYTES = 16 * 2**10
 class _Arrival(NamedTuple):
     assignment: Assignment
     body: bytes
+
+
+class _UnpackedBodies:
+    """Unpacks a body once that several requests in a row share."""
+
+    def __init__(self) -> None:
+        self._packed: bytes | None = None
+        self._body: RequestBody | None = None
+
+    def unpack(self, packed: bytes) -> RequestBody:
+        """Errors as for RequestBody.unpack."""
+        if packed is not self._packed or self._body is None:
+            self._body, self._packed = RequestBody.unpack(packed), packed
+        return self._body
 
 
 class _Admitted(NamedTuple):
@@ -90,7 +104,7 @@ class Inbox:
                 self._queue.append(partial(self._adapters.apply, version, adapter_entries(entries)))
             case Headers.SUBMIT_REQUEST:
                 assignments = items(message, Assignment.parse)
-                self._queue.extend(map(_Arrival, assignments, message.bodies))
+                self._queue.extend(_Arrival(*pair) for pair in with_bodies(assignments, message.bodies))
             case header:
                 act = self._abort if header is Headers.ABORT_REQUEST else self._release
                 self._queue.append(partial(act, items(message, uuid_bytes, with_bodies=False)))
@@ -143,13 +157,14 @@ class Inbox:
         )
 
     def _add_all(self, piece: list[_Arrival]) -> list[_Admitted]:
-        return [self._add(assignment, body) for assignment, body in piece]
+        bodies = _UnpackedBodies()
+        return [self._add(assignment, body, bodies) for assignment, body in piece]
 
-    def _add(self, assignment: Assignment, body: bytes) -> _Admitted:
+    def _add(self, assignment: Assignment, packed: bytes, bodies: _UnpackedBodies) -> _Admitted:
         if assignment.withheld:
             return _Admitted(self._requests.resume(assignment), assignment.received)
         try:
-            return _Admitted(*self._requests.add(assignment, RequestBody.unpack(body)))
+            return _Admitted(*self._requests.add(assignment, bodies.unpack(packed).alone(assignment.seed)))
         except Exception as error:
             # An invalid request must not affect others. The text of the error may quote the request and is for its
             # client only.

@@ -16,7 +16,7 @@ from megatron_runtime.engine.worker.protocol import RequestEngine
 from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord, Status
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire.bodies import RequestBody, TokenChunk
+from megatron_runtime.wire.bodies import KEPT_BY_CLIENT, RequestBody, TokenChunk
 from megatron_runtime.wire.codec import pack_body
 from megatron_runtime.wire.items import Assignment
 
@@ -219,6 +219,8 @@ def _failure(request: LoopRequest, error: Exception) -> bytes:
 
 def _for_the_wire(content: dict[str, Any], params: SamplingParams) -> dict[str, Any]:
     """The content without fields that the client has or does not need, and without staleness counters of 0."""
+    for name in KEPT_BY_CLIENT if content["sampling_params"] else ():
+        content["sampling_params"].pop(name, None)
     if not params.return_prompt_tokens:
         content["prompt_tokens"] = None
     content["remaining_prompt_tokens"] = None

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sized
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, FailFast, Field
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 from pydantic_core import PydanticCustomError, to_json
+
+from megatron_runtime.sampling_params import MOST_BAD_CHARACTERS
 
 MAX_STOP_STRINGS = 256
 MAX_STOP_CHARACTERS = 16_384
@@ -18,6 +20,8 @@ MAX_BAD_WORDS = 1000
 MAX_STOP_TOKENS = 1024
 MAX_BIASES = 1024
 MAX_ALLOWED_TOKENS = 65_536
+MAX_COPIED_TOKENS = 262_144
+"""Tokens of ``allowed_token_ids``, and of ``logit_bias``, times the number of choices."""
 MAX_TOOLS = 512
 MAX_MESSAGES = 8192
 MAX_PARTS = 1024
@@ -32,6 +36,10 @@ MAX_GRAMMAR_CHARACTERS = 65_536
 MAX_SCHEMA_CHARACTERS = 262_144
 """A JSON schema as text."""
 LONGEST_BAD_WORD = 1024
+LONGEST_IDENTIFIER = 1024
+"""Of fields that name a user or a cache and have no effect; OpenAI's limits are 64 to 512 characters."""
+MAX_METADATA_CHARACTERS = 65_536
+"""As JSON; OpenAI's limit is 16 pairs of 64 and 512 characters."""
 
 
 class FirstError(FailFast):
@@ -52,18 +60,27 @@ def at_most(limit: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _schema_size(value: Any) -> Any:
-    try:
-        size = len(value) if isinstance(value, str) else len(to_json(value))
-    except ValueError:
-        raise ValueError("is nested too deeply, or has text that is not valid Unicode") from None
-    return _checked_size(value, size, MAX_SCHEMA_CHARACTERS)
+def _json_at_most(limit: int) -> BeforeValidator:
+    """Check the number of characters as JSON."""
+
+    def check(value: Any) -> Any:
+        try:
+            size = len(value) if isinstance(value, str) else len(to_json(value))
+        except ValueError:
+            raise ValueError("is nested too deeply, or has a lone surrogate, which is no valid text") from None
+        return _checked_size(value, size, limit)
+
+    return BeforeValidator(check)
 
 
-def _stop_size(value: Any) -> Any:
-    texts = value if isinstance(value, list) else [value]
-    size = sum(len(text) for text in texts if isinstance(text, str))
-    return _checked_size(value, size, MAX_STOP_CHARACTERS)
+def _characters_at_most(limit: int) -> BeforeValidator:
+    """Check the number of characters of all texts together."""
+
+    def check(value: Any) -> Any:
+        texts = value if isinstance(value, list) else [value]
+        return _checked_size(value, sum(len(text) for text in texts if isinstance(text, str)), limit)
+
+    return BeforeValidator(check)
 
 
 def _checked_size(value: Any, size: int, limit: int) -> Any:
@@ -76,17 +93,30 @@ def _checked_size(value: Any, size: int, limit: int) -> Any:
 StopString = Annotated[str, Field(min_length=1)]
 Stop = Annotated[
     StopString | Annotated[list[StopString], FirstError()],
-    BeforeValidator(_stop_size),
+    _characters_at_most(MAX_STOP_CHARACTERS),
     at_most(MAX_STOP_STRINGS),
 ]
 BadWord = Annotated[str, Field(max_length=LONGEST_BAD_WORD)]
-BadWords = Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS), FirstError()]
+BadWords = Annotated[
+    list[BadWord],
+    Field(max_length=MAX_BAD_WORDS),
+    FirstError(),
+    _characters_at_most(MOST_BAD_CHARACTERS),
+]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], FirstError()]
 StopTokens = Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS), FirstError()]
-AllowedTokens = Annotated[list[TokenId], Field(max_length=MAX_ALLOWED_TOKENS), FirstError()]
+AllowedTokens = Annotated[
+    list[TokenId],
+    Field(max_length=MAX_ALLOWED_TOKENS),
+    FirstError(),
+    AfterValidator(lambda tokens: list(dict.fromkeys(tokens))),
+]
+"""Each token once, in the order of the request."""
 Biases = Annotated[dict[str, float], at_most(MAX_BIASES)]
 GuidedText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 GuidedChoices = Annotated[list[GuidedText], Field(min_length=1, max_length=MAX_GUIDED_CHOICES), FirstError()]
-Schema = Annotated[dict[str, Any], BeforeValidator(_schema_size)]
-GuidedJson = Annotated[str | dict[str, Any], BeforeValidator(_schema_size)]
+Schema = Annotated[dict[str, Any], _json_at_most(MAX_SCHEMA_CHARACTERS)]
+GuidedJson = Annotated[str | dict[str, Any], _json_at_most(MAX_SCHEMA_CHARACTERS)]
+Identifier = Annotated[str, _characters_at_most(LONGEST_IDENTIFIER)]
+Metadata = Annotated[dict[str, Any], _json_at_most(MAX_METADATA_CHARACTERS)]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from megatron_runtime.sampling_params import LONGEST_SALT
-from megatron_runtime.server.bodies.limits import MAX_INPUTS, FirstError, TokenIds
+from megatron_runtime.server.bodies.limits import MAX_INPUTS, FirstError, Identifier, TokenIds
 from megatron_runtime.server.bodies.null_fields import NullMeansAbsent
 from megatron_runtime.server.bodies.only import Only
 from megatron_runtime.server.bodies.sampling_fields import parameter
@@ -30,7 +30,7 @@ class PoolingBody(NullMeansAbsent):
     cache_salt: str | None = Field(None, min_length=1, max_length=LONGEST_SALT)
     timeout: float | None = Field(None, gt=0)
     request_id: RequestId | None = None
-    user: str | None = None
+    user: Identifier | None = None
 
     padding: Annotated[str, Only("do_not_pad")] = "do_not_pad"
     mm_processor_kwargs: Annotated[Any, Only(None, {})] = None

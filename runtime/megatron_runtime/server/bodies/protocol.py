@@ -23,6 +23,8 @@ from megatron_runtime.server.bodies.limits import (
     GuidedChoices,
     GuidedJson,
     GuidedText,
+    Identifier,
+    Metadata,
     Stop,
     TokenIds,
 )
@@ -78,12 +80,12 @@ class GenerationBody(NullMeansAbsent, SamplingFields, VllmFields, ABC):
     structured_outputs: StructuredOutputs | None = None
 
     # Fields of OpenAI's clients that do not influence the answer.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
+    user: Identifier | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    service_tier: Identifier | None = None
+    safety_identifier: Identifier | None = None
+    prompt_cache_key: Identifier | None = None
 
     @model_validator(mode="after")
     def _stream_options_belong_to_a_stream(self) -> GenerationBody:
@@ -132,6 +134,12 @@ class GenerationBody(NullMeansAbsent, SamplingFields, VllmFields, ABC):
     def format(self) -> tuple[str, dict[str, Any] | None]:
         """The name of the field with the format of the answer, and its JSON schema or None."""
         return "response_format", None if self.response_format is None else self.response_format.schema_to_keep
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar may have to be compiled, which can take a tenth of a second."""
+        guides = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar, self.structured_outputs)
+        return any(guide is not None for guide in (*guides, self.format[1])) or bool(self.tool_use.functions)
 
     @cached_property
     def tool_use(self) -> ToolUse:

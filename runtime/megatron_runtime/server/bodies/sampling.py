@@ -7,6 +7,7 @@ from collections.abc import Collection
 from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SEEDS, SamplingParams
+from megatron_runtime.server.bodies.limits import MAX_COPIED_TOKENS
 from megatron_runtime.server.bodies.protocol import GenerationBody
 from megatron_runtime.server.errors import CONTEXT_EXCEEDED, ApiError, check_text, context_length
 
@@ -14,12 +15,19 @@ MAX_TRUNCATED_CHARACTERS = 2**20
 """Of a prompt with ``truncate_prompt_tokens``, which is tokenized as a whole."""
 
 
-def sampling_params(
-    body: GenerationBody, *, sample: int, limit: int, vocab_size: int, grammar: str | None = None
-) -> SamplingParams:
-    """The parameters of answer number ``sample`` of ``n``, with at most ``limit`` tokens that match ``grammar``.
+def check_copies(body: GenerationBody, choices: int) -> None:
+    """Raises ApiError 400 if the choices have too many tokens: the engine applies them to each choice at each token."""
+    for field, tokens in (("allowed_token_ids", body.allowed_token_ids), ("logit_bias", body.logit_bias)):
+        if tokens and choices * len(tokens) > MAX_COPIED_TOKENS:
+            message = (
+                f"{field}: {len(tokens)} tokens for each of {choices} choices exceed {MAX_COPIED_TOKENS} together; "
+                "list fewer tokens, or reduce n"
+            )
+            raise ApiError(400, message, param=field)
 
-    Each sample gets a different seed derived from the request's, so that samples differ but are reproducible.
+
+def sampling_params(body: GenerationBody, *, limit: int, vocab_size: int, grammar: str | None = None) -> SamplingParams:
+    """The parameters of all answers with at most ``limit`` tokens that match ``grammar``, without their seeds.
 
     Raises:
         ApiError: 400 that names the invalid field.
@@ -34,7 +42,6 @@ def sampling_params(
             | {
                 "top_k": min(max(body.top_k, 0), vocab_size),
                 "grammar": grammar,
-                "seed": None if body.seed is None else (body.seed + sample) % SEEDS,
                 "num_tokens_to_generate": limit,
                 "stop": body.stop_strings,
                 "return_log_probs": top is not None,
@@ -52,6 +59,11 @@ def sampling_params(
     check_tokens(params.stop_token_ids or (), vocab_size, param="stop_token_ids")
     check_tokens(params.allowed_token_ids or (), vocab_size, param="allowed_token_ids")
     return params
+
+
+def sample_seed(body: GenerationBody, sample: int) -> int | None:
+    """The seed of answer number ``sample`` of ``n``; samples differ, but are reproducible."""
+    return None if body.seed is None else (body.seed + sample) % SEEDS
 
 
 def check_tokens(tokens: Collection[int], vocab_size: int, *, param: str) -> None:

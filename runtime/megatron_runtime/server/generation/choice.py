@@ -55,6 +55,11 @@ class ChoiceTask:
     index: int
     prompt: Sequence[int]
     params: SamplingParams
+    """Shared by choices, and so without a seed."""
+    seed: int | None = None
+    """None: chosen when the choice is submitted."""
+    shares_body: bool = False
+    """Whether other choices have the same prompt and parameters."""
     uuid: bytes | None = None
     """UUID of the request to the coordinator if the client sent an idempotency key; otherwise generated."""
     with_every_token: bool = False

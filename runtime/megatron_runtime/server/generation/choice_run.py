@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from megatron_runtime.server.generation.choice import ChoiceTask, Delta, TokenLo
 from megatron_runtime.server.metrics import ChoiceTimer, FrontendMetrics
 
 if TYPE_CHECKING:
-    from megatron_runtime.inference_client.outstanding import RequestFuture
+    from megatron_runtime.inference_client.outstanding import RequestFuture, SubmittedBody
     from megatron_runtime.inference_request import DynamicInferenceRequest
 
 RETRY_AFTER_ABORT = 5
@@ -28,13 +28,18 @@ Deliver = Callable[[Delta | Exception], None]
 """Callback for each delta of a choice, several with ``params.streaming``, or for the error that ends it."""
 
 
+_ONLY_SCORES = {"num_tokens_to_generate": 0, "min_tokens": 0, "grammar": None, "streaming": False}
+_WITHOUT_SCORES = {"skip_prompt_log_probs": True}
+
+
 @dataclass(frozen=True)
 class ChoiceRunner:
-    """The objects that all choices share."""
+    """The objects that all choices of a request share."""
 
     client: InferenceClient
     tokenizer: Tokenizer
     metrics: FrontendMetrics
+    _bodies: dict[tuple[object, ...], SubmittedBody] = field(default_factory=dict)
 
     def start(self, task: ChoiceTask, deliver: Deliver) -> ChoiceRun:
         """Submits a choice. Raises the errors of InferenceClient.add_request."""
@@ -42,12 +47,30 @@ class ChoiceRunner:
         run.start()
         return run
 
+    def submit(
+        self,
+        task: ChoiceTask,
+        changes: Mapping[str, object],
+        name: bytes | None,
+        on_update: Callable[[StreamUpdate], None] | None,
+    ) -> RequestFuture:
+        """Submits a request of a choice, with changed parameters. Raises the errors of InferenceClient.add_request."""
+        if not task.shares_body:
+            params = _changed(task.params, **changes)
+            params.seed = task.seed
+            return self.client.add_request(list(task.prompt), params, request_uuid=name, on_update=on_update)
+        key = (id(task.prompt), id(task.params), *changes)  # The tasks outlive this object.
+        if key not in self._bodies:
+            self._bodies[key] = self.client.shared_body(list(task.prompt), _changed(task.params, **changes))
+        body = self._bodies[key].with_seed(task.seed)
+        return self.client.add_request(body, request_uuid=name, on_update=on_update)
+
 
 class ChoiceRun:
     """One choice from its submission to its end."""
 
     def __init__(self, runner: ChoiceRunner, task: ChoiceTask, deliver: Deliver) -> None:
-        self._client = runner.client
+        self._runner = runner
         self._tokenizer = runner.tokenizer
         self._timer = ChoiceTimer(runner.metrics, len(task.prompt))
         self._task = task
@@ -65,7 +88,7 @@ class ChoiceRun:
         if self._task.params.streaming and self._task.wants_scored_prompt:
             self._score_prompt()
         else:
-            self._submit(self._task.params, self._task.uuid, self._finish)
+            self._submit({}, self._task.uuid, self._finish, streams=self._task.params.streaming)
 
     def close(self) -> None:
         """Aborts the request unless it has finished; nothing is delivered afterwards."""
@@ -73,10 +96,14 @@ class ChoiceRun:
             self._future.cancel()
 
     def _submit(
-        self, params: SamplingParams, name: bytes | None, on_finished: Callable[[DynamicInferenceRequest], None]
+        self,
+        changes: Mapping[str, object],
+        name: bytes | None,
+        on_finished: Callable[[DynamicInferenceRequest], None],
+        *,
+        streams: bool,
     ) -> None:
-        on_update = self._progress if params.streaming else None
-        self._future = self._client.add_request(list(self._task.prompt), params, request_uuid=name, on_update=on_update)
+        self._future = self._runner.submit(self._task, changes, name, self._progress if streams else None)
         self._future.add_done_callback(partial(self._done, on_finished))
 
     def _done(self, on_finished: Callable[[DynamicInferenceRequest], None], future: RequestFuture) -> None:
@@ -93,15 +120,14 @@ class ChoiceRun:
         An engine reports them at the end of a request. So a first request only scores the prompt; the second finds the
         prompt's blocks in the prefix cache.
         """
-        only_scores = {"num_tokens_to_generate": 0, "min_tokens": 0, "grammar": None, "streaming": False}
         name = self._task.uuid and uuid.uuid5(uuid.UUID(bytes=self._task.uuid), "prompt").bytes
-        self._submit(_changed(self._task.params, **only_scores), name, self._go_on_from_scored)
+        self._submit(_ONLY_SCORES, name, self._go_on_from_scored, streams=False)
 
     def _go_on_from_scored(self, request: DynamicInferenceRequest) -> None:
         _raise_if_failed(request)
         self._most_cached = request.num_cached_tokens
         self._deliver(Delta(self._task.index, "", prompt_log_probs=self._prompt_log_probs(request)))
-        self._submit(_changed(self._task.params, skip_prompt_log_probs=True), self._task.uuid, self._finish)
+        self._submit(_WITHOUT_SCORES, self._task.uuid, self._finish, streams=True)
 
     def _progress(self, update: StreamUpdate) -> None:
         if update.new_tokens:
@@ -192,8 +218,9 @@ class ChoiceRun:
 
 
 def _changed(params: SamplingParams, **values: object) -> SamplingParams:
-    changed = copy.deepcopy(params)
-    changed.add_attributes(values)
+    changed = copy.copy(params)
+    if values:
+        changed.add_attributes(values)
     return changed
 
 

@@ -61,7 +61,8 @@ async def answer_request(
     """
     await frontend.check_model(body.model)
     size = len(await request.body())
-    prepared = await frontend.large_bodies.run(size, _prepare, frontend, body, request, style)
+    run = frontend.large_bodies.run_with_grammar if body.has_grammar else frontend.large_bodies.run
+    prepared = await run(size, _prepare, frontend, body, request, style)
     generation = frontend.generation(prepared.tasks, prepared.key, timeout=body.timeout)
     answer = _new_answer(frontend, body, prepared, style)
     try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_runtime.engine.sampling.filters.protocol import FilterRequest
 from megatron_runtime.engine.sampling.filters.token_filter import (
@@ -17,6 +18,7 @@ from megatron_runtime.engine.sampling.filters.token_filter import (
     TokenValues,
 )
 from megatron_runtime.engine.sampling.thinking import ThinkingLimit
+from megatron_runtime.engine.shared_values import SharedValues
 
 
 class LogitBias(TokenFilter):
@@ -28,7 +30,7 @@ class LogitBias(TokenFilter):
     def start(self, request: FilterRequest) -> RequestEdit | None:
         """The request's biases."""
         biases = request.params.logit_bias
-        return FixedEdit(biases) if biases else None
+        return _biases(tuple(biases.items())) if biases else None
 
 
 class RepetitionPenalty(TokenFilter):
@@ -70,8 +72,10 @@ class MinTokens(TokenFilter):
     def start(self, request: FilterRequest) -> RequestEdit | None:
         """The request's stop tokens, until the minimum length."""
         minimum = request.params.min_tokens
-        excluded = {token: np.inf for token in request.stop_ids if 0 <= token < self.vocab_size}
-        return FixedEdit(excluded, until=request.prompt_length + minimum) if minimum and excluded else None
+        excluded = [token for token in request.stop_ids if 0 <= token < self.vocab_size] if minimum else []
+        if not excluded:
+            return None
+        return FixedEdit(_excluding(np.array(excluded, np.int64)), until=request.prompt_length + minimum)
 
 
 class BadWords(TokenFilter):
@@ -82,8 +86,8 @@ class BadWords(TokenFilter):
 
     def start(self, request: FilterRequest) -> RequestEdit | None:
         """The token sequences of the request's bad words."""
-        possible = [tokens for tokens in request.bad_sequences if max(tokens) < self.vocab_size]
-        return _BadWordsEdit(possible, request.prompt_length) if possible else None
+        last_tokens = _last_tokens(frozenset(request.bad_sequences), self.vocab_size)
+        return _BadWordsEdit(last_tokens, request.prompt_length) if last_tokens.lengths else None
 
 
 class AllowedTokens(TokenFilter):
@@ -97,8 +101,7 @@ class AllowedTokens(TokenFilter):
         allowed = request.params.allowed_token_ids
         if allowed is None:
             return None
-        excluded = np.setdiff1d(np.arange(self.vocab_size), allowed, assume_unique=False)
-        return FixedEdit(dict.fromkeys(excluded.tolist(), np.inf)) if len(excluded) else None
+        return _exclusion_of_others(tuple(allowed), self.vocab_size)
 
 
 class ThinkingBudget(TokenFilter):
@@ -125,29 +128,39 @@ class _ForcedTokens:
         forced = self._thinking.forced(tokens, length)
         if forced is None:
             return NO_VALUES
-        excluded = np.delete(np.arange(self._vocab_size), forced)
-        return excluded, np.full(len(excluded), np.inf, np.float32)
+        return _excluding(np.delete(np.arange(self._vocab_size), forced))
+
+
+class _LastTokens:
+    """The last tokens of sequences by the tokens before them; without sequences beyond the vocabulary."""
+
+    def __init__(self, sequences: frozenset[tuple[int, ...]], vocab_size: int) -> None:
+        self.by_start: dict[tuple[int, ...], set[int]] = {}
+        for *start, last in sequences:
+            if max(last, *start, 0) < vocab_size:
+                self.by_start.setdefault(tuple(start), set()).add(last)
+        self.lengths = sorted({len(start) for start in self.by_start})
+
+
+_last_tokens = SharedValues(_LastTokens)
 
 
 class _BadWordsEdit:
     """The last token of each sequence whose other tokens end the answer so far."""
 
-    def __init__(self, sequences: Collection[tuple[int, ...]], prompt_length: int) -> None:
+    def __init__(self, last_tokens: _LastTokens, prompt_length: int) -> None:
         self._prompt_length = prompt_length
-        self._last_tokens: dict[tuple[int, ...], set[int]] = {}
-        for *start, last in sequences:
-            self._last_tokens.setdefault(tuple(start), set()).add(last)
-        self._lengths = sorted({len(start) for start in self._last_tokens})
+        self._last_tokens = last_tokens
 
     def after(self, tokens: Sequence[int], length: int, num_drafts: int = 0) -> TokenValues:
         """As in RequestEdit."""
         del num_drafts
         excluded: set[int] = set()
-        for size in self._lengths:
+        for size in self._last_tokens.lengths:
             if size > length - self._prompt_length:
                 break
-            excluded |= self._last_tokens.get(tuple(tokens[length - size : length]), set())
-        return np.array(sorted(excluded), np.int64), np.full(len(excluded), np.inf, np.float32)
+            excluded |= self._last_tokens.by_start.get(tuple(tokens[length - size : length]), set())
+        return _excluding(np.array(sorted(excluded), np.int64)) if excluded else NO_VALUES
 
 
 class _RepetitionEdit(GrowingEdit):
@@ -184,3 +197,23 @@ class _CountEdit(GrowingEdit):
         if not are_drafts:
             self._counts |= counts
         return {token: self._presence + self._frequency * count for token, count in counts.items()}
+
+
+def _excluding(tokens: NDArray[np.int64]) -> TokenValues:
+    return tokens, np.full(len(tokens), np.inf, np.float32)
+
+
+def _edit_of_biases(biases: tuple[tuple[int, float], ...]) -> FixedEdit:
+    tokens, values = zip(*biases, strict=True)
+    return FixedEdit((np.array(tokens, np.int64), np.array(values, np.float32)))
+
+
+def _excluding_others(allowed: tuple[int, ...], vocab_size: int) -> FixedEdit:
+    is_excluded = np.ones(vocab_size, np.bool_)
+    given = np.array(allowed, np.int64)
+    is_excluded[given[given < vocab_size]] = False
+    return FixedEdit(_excluding(np.flatnonzero(is_excluded)))
+
+
+_biases = SharedValues(_edit_of_biases)
+_exclusion_of_others = SharedValues(_excluding_others)

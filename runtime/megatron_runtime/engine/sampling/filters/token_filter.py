@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -16,6 +17,8 @@ from torch import Tensor
 from megatron_runtime.engine.sampling.filters.protocol import Draws, FilterRequest, LogitsFilter
 
 _FIRST_CAPACITY = 64
+_MANY = 1024
+"""Tokens from which on excluding them row by row is faster."""
 TokenValues = tuple[NDArray[np.int64], NDArray[np.float32]]
 """Distinct tokens [n], and a value [n] for each."""
 NO_VALUES: TokenValues = np.empty(0, np.int64), np.empty(0, np.float32)
@@ -79,29 +82,36 @@ class TokenFilter(LogitsFilter["TokenEdits"], ABC):
             edit = self._requests.get(sequence.row) if sequence.row is not None else None
             if edit is not None:
                 found.append((index, edit.after(sequence.tokens, length, sequence.drafts_within(length))))
-        sizes = [len(tokens) for _, (tokens, _) in found]
-        if not any(sizes):
-            return None
-        starts = np.array([index * self.vocab_size for index, _ in found], np.int64)
-        return TokenEdits(
-            places=np.repeat(starts, sizes) + np.concatenate([tokens for _, (tokens, _) in found]),
-            values=np.concatenate([values for _, (_, values) in found]),
-            kind=type(self),
-        )
+        found = [(index, edit) for index, edit in found if len(edit[0])]
+        return TokenEdits(found, self.vocab_size, type(self)) if found else None
 
 
 @dataclass(frozen=True)
 class TokenEdits:
     """The edits of one filter in a batch: N distinct logits."""
 
-    places: NDArray[np.int64]
-    """[N], indices into the S * vocab logits: row * vocab + token."""
-    values: NDArray[np.float32]
-    """[N], the values for the filter's operation."""
+    rows: list[tuple[int, TokenValues]]
+    """By row, in their order. Rows may share their arrays."""
+    vocab_size: int
     kind: type[TokenFilter]
+
+    @cached_property
+    def places(self) -> NDArray[np.int64]:
+        """[N], indices into the S * vocab logits: row * vocab + token."""
+        return np.concatenate([tokens + row * self.vocab_size for row, (tokens, _) in self.rows])
+
+    @cached_property
+    def values(self) -> NDArray[np.float32]:
+        """[N], the values for the filter's operation."""
+        return np.concatenate([values for _, (_, values) in self.rows])
 
     def apply_(self, logits: Tensor) -> None:
         """Change the logits, [S, vocab] and contiguous, in place."""
+        if self.kind.operation is Operation.EXCLUDE and len(self.rows[0][1][0]) >= _MANY:
+            # All tokens but a few, as for many choices, whose copies would be several times the size of the logits.
+            for row, (tokens, _) in self.rows:
+                logits[row].index_fill_(0, torch.from_numpy(tokens).to(logits.device), -torch.inf)
+            return
         flat, places = logits.view(-1), torch.from_numpy(self.places).to(logits.device)
         values = torch.from_numpy(self.values).to(logits)
         changed = self.kind.operation.apply(flat.index_select(0, places), values)
@@ -112,13 +122,13 @@ class FixedEdit:
     """Values that do not depend on the sequence.
 
     Args:
-        values: By token.
+        values: Tokens and values; they are not changed.
         until: The sequence length from which on the values no longer apply; None means no limit.
     """
 
-    def __init__(self, values: Mapping[int, float], *, until: int | None = None) -> None:
+    def __init__(self, values: TokenValues, *, until: int | None = None) -> None:
         self._until = until
-        self._values = np.array([*values], np.int64), np.array([*values.values()], np.float32)
+        self._values = values
 
     def after(self, tokens: Sequence[int], length: int, num_drafts: int = 0) -> TokenValues:
         """As in RequestEdit."""
