@@ -7,6 +7,7 @@ import asyncio
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from megatron_runtime.server.freed_memory import FreedMemory
 from megatron_runtime.server.held_bodies import CLOSE, HeldBodies, check_size
 from megatron_runtime.server.options import HttpOptions
 
@@ -21,6 +22,7 @@ class BodyLimit:
     def __init__(self, app: ASGIApp, options: HttpOptions) -> None:
         self._app = app
         self._options = options
+        self._freed = FreedMemory()
         self._held = HeldBodies(options.max_total_body_bytes, options.max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,4 +58,5 @@ class BodyLimit:
         try:
             await self._app(scope, limited, send)
         finally:
+            self._freed.request_ended(body.size)
             body.release()
