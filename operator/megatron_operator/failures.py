@@ -29,6 +29,8 @@ FIELD_OF_FLAG = {
     "--block-size-tokens": "spec.engine.blockSizeTokens",
     "--kv-cache-memory": "spec.engine.kvCacheMemory",
     "--max-requests": "spec.engine.maxRequests",
+    "--mamba-memory-ratio": "spec.engine.mambaMemoryRatio",
+    "--prefix-caching-mamba-gb": "spec.engine.prefixCachingMambaGb",
     "--prefix-caching": "spec.engine.prefixCaching",
     "--no-prefix-caching": "spec.engine.prefixCaching",
     "--chunked-prefill": "spec.engine.chunkedPrefill",

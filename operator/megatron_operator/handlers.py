@@ -13,6 +13,8 @@ import functools
 import itertools
 import logging
 import os
+import signal
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +24,13 @@ import kopf
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
-from megatron_operator.kubernetes.api_server import CORDONED, ApiServer, group_version_plural
+from megatron_operator.kubernetes.api_server import (
+    CORDONED,
+    ApiServer,
+    ServerError,
+    ServerRefusal,
+    group_version_plural,
+)
 from megatron_operator.kubernetes.leader_election import LeaderElection
 from megatron_operator.kubernetes.lease import LeaseName, LeaseTimings
 from megatron_operator.kubernetes.null_storage import NullDiffBaseStorage, NullProgressStorage
@@ -98,10 +106,10 @@ def run(options: Options, *, verbose: bool, json_log: bool = False) -> None:
     kopf ends on some transient answers, such as a 404 for the CustomResourceDefinition from an API server that has just
     started. The operator then starts it again.
     """
-    asyncio.run(_check_cluster())
     kopf.configure(verbose=verbose, log_format=kopf.LogFormat.JSON if json_log else kopf.LogFormat.FULL)
     namespaces = options.namespaces
     while True:
+        asyncio.run(_wait_for_cluster())
         watched = WatchedKinds()
         memo = kopf.Memo(options=options, watched=watched)
         try:
@@ -121,9 +129,27 @@ def run(options: Options, *, verbose: bool, json_log: bool = False) -> None:
             return
 
 
-async def _check_cluster() -> None:
-    """Raises AdapterError without a usable kubeconfig, before kopf logs it as an unexpected error."""
-    await (await ApiServer.connect()).close()
+async def _wait_for_cluster() -> None:
+    """Returns when the API server answers, which kopf would log as an unexpected error at each attempt otherwise.
+
+    Raises AdapterError without a usable kubeconfig.
+    """
+    # The first process of a container ignores the signal without a handler.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, sys.exit, 0)
+    api = await ApiServer.connect()
+    try:
+        for pause in RetryForever():
+            try:
+                await api.knows(KIND)
+            except ServerError as error:
+                logger.warning("%s; the next attempt is in %d s", error, pause)
+                await asyncio.sleep(pause)
+            except ServerRefusal:
+                return  # It answers; what the operator needs is checked afterwards.
+            else:
+                return
+    finally:
+        await api.close()
 
 
 @kopf.on.startup(errors=kopf.ErrorsMode.PERMANENT)

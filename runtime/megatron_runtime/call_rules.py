@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron_runtime.call_format import CallFormat, ParameterFormat
 from megatron_runtime.errors import InvalidRequestError
-from megatron_runtime.guide_schemas import OPEN, closed_parameters, joins, prepared_schema, resolved, value_types
+from megatron_runtime.guide_schemas import closed_parameters, prepared_schema, value_types
+from megatron_runtime.schema_parts import OPEN, joins, resolved
 
 # With flexible white space a small model may generate white space without end.
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
@@ -95,16 +96,24 @@ class InferenceConfig(UnavailableSettings):
     """GiB of the pool that requests may keep while they wait for a further block; beyond it they are evicted and
     computed again later. None means 0."""
     max_requests: int | None = None
-    """Most requests in one forward pass; None means 256, or fewer if the pool has fewer blocks."""
+    """Maximum number of requests in one forward pass; None means 256, or fewer if the pool has fewer blocks."""
     max_tokens: int | None = None
-    """Most tokens in one forward pass; None means 16384 on a GPU and 1024 on a CPU."""
+    """Maximum number of tokens in one forward pass; None means 16384 on a GPU and 1024 on a CPU."""
     max_sequence_length: int | None = 2560
-    """Most tokens of a prompt and its answer together; None and larger values mean the limit of the model."""
+    """Maximum length of a prompt and its answer in tokens; None and larger values mean the limit of the model."""
     enable_chunked_prefill: bool = True
     """Splits prompts that exceed the rest of ``max_tokens`` over several forward passes."""
     enable_prefix_caching: bool = False
     """Reuses the keys and values of an equal prefix of an earlier prompt. Off by default, because callers that change
     the model's weights without ``update_weights`` then have to call ``invalidate_prefix_cache``."""
+    mamba_memory_ratio: float | None = None
+    """Between 0 and 1: the most that the recurrent states of running requests take of the pool; KV blocks get the rest.
+    None: at most half of it, or as much as the states of ``max_requests`` requests if that is set. An error for a model
+    without recurrent layers."""
+    prefix_caching_mamba_gb: float | None = None
+    """GiB for copies of recurrent states at the ends of cached prefixes: beside ``buffer_size_gb``, but a part of
+    ``kv_cache_memory_bytes``. 0: none, and so no prefix caching of models with recurrent layers. None: a part of the
+    pool. No effect without prefix caching or recurrent layers."""
     prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.LRU
     """How long the prefix cache keeps a block that no running request uses."""
     prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy = (
@@ -137,7 +146,7 @@ class InferenceConfig(UnavailableSettings):
     cuda_graph_sizing_distribution: CudaGraphSizingDistribution = CudaGraphSizingDistribution.EXPONENTIAL
     """How these sizes are chosen."""
     cuda_graph_max_tokens: int = 512
-    """Most requests of a graph; larger passes run eagerly."""
+    """Maximum number of requests of a graph; larger passes run eagerly."""
     use_cuda_graphs_for_non_decode_steps: bool = True
     """Has no effect: passes with prompts run eagerly."""
     batch_invariant: bool = False
@@ -145,15 +154,15 @@ class InferenceConfig(UnavailableSettings):
     fixed number of rows then, which takes longer. On a CPU they never depend on others, except where PyTorch's
     attention is used."""
     num_speculative_tokens: int = 0
-    """Most tokens that a pass verifies for a request besides its next one: those that followed the last occurrence of
-    its latest tokens, or those of ``speculative_draft_model``, instead of the drafts of Megatron's prediction heads.
-    They change no token. Requests with log probabilities or a limit of their reasoning have none. 0: no
-    speculation."""
+    """Maximum number of tokens that a pass verifies for a request besides its next one: those that followed the last
+    occurrence of its latest tokens, or those of ``speculative_draft_model``, instead of the drafts of Megatron's
+    prediction heads. They change no token. Requests with log probabilities or a limit of their reasoning have none.
+    0: no speculation."""
     speculative_draft_model: Any = field(default=None, repr=False)
     """A small model from `load_model`, with the vocabulary of the served one, whole on each rank, which drafts these
     tokens. Its keys and values are in the blocks of the KV cache and count in its size."""
     max_loras: int = 8
-    """Most LoRA adapters that are loaded at once."""
+    """Maximum number of LoRA adapters that are loaded at once."""
     max_lora_rank: int = 64
     """Largest r of the matrices of an adapter."""
     materialize_only_last_token_logits: bool = False
@@ -200,6 +209,7 @@ class InferenceConfig(UnavailableSettings):
 
     def _check_numbers(self) -> None:
         check_routing_alpha(self.prefix_caching_routing_alpha)
+        check_state_memory(self.mamba_memory_ratio, self.prefix_caching_mamba_gb)
         self._require_whole("block_size_tokens")
         for name in ("cuda_graph_max_tokens", "max_loras", "max_lora_rank"):
             self._require_whole(name)
@@ -291,6 +301,25 @@ def check_routing_alpha(alpha: float, origin: str | None = None) -> None:
     if not 0 <= alpha <= 1:
         name = "prefix_caching_routing_alpha"
         raise ConfigurationError(f"{origin or f'{name}={alpha!r}'} must be between 0 and 1", field=name)
+
+
+def check_state_memory(ratio: float | None, snapshot_gb: float | None, *, are_flags: bool = False) -> None:
+    """Check the ranges of ``mamba_memory_ratio`` and ``prefix_caching_mamba_gb``.
+
+    Args:
+        are_flags: Whether messages name flags of megatron-serve instead of fields.
+
+    Raises:
+        ConfigurationError: A value is no finite number, or out of range.
+    """
+    for name, value, least, limit, allowed in (
+        ("mamba_memory_ratio", ratio, math.ulp(0.0), 1.0, "more than 0 and less than 1, or left out"),
+        ("prefix_caching_mamba_gb", snapshot_gb, 0.0, math.inf, "a number of at least 0"),
+    ):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and least <= value < limit):
+            origin = f"--{name.replace('_', '-')} {value}:" if are_flags else f"{name}={value!r}"
+            raise ConfigurationError(f"{origin} must be {allowed}", field=name)
 
 
 _FLAGS = (

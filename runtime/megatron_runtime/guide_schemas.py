@@ -2,79 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_IN_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_SINGLE = (
-    "items",
-    "additionalItems",
-    "additionalProperties",
-    "unevaluatedItems",
-    "unevaluatedProperties",
-    "contains",
-    "propertyNames",
-    "not",
-    "if",
-    "then",
-    "else",
-)
-_JOINS = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas")
-"""Keywords whose schemas apply to the same object as ``properties`` beside them."""
-OPEN = ("additionalProperties", "unevaluatedProperties")
-"""Keywords that say which other properties an object may have."""
+from megatron_runtime.errors import InvalidRequestError
+from megatron_runtime.joined_schemas import JoinedSchemas
+from megatron_runtime.schema_parts import JOINS, MAX_REFERENCES, OPEN, Schema, listed_properties, mapped, resolved
 
-_MAX_REFERENCES = 16
 _ASCII = {"d": "0-9", "w": "A-Za-z0-9_", "s": r"\t\n\f\r\x0b "}
 
 
-def prepared_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+def prepared_schema(schema: Schema) -> dict[str, Any]:
     """A schema whose objects have only the properties that it lists, and whose patterns are ASCII.
 
-    An object with ``properties`` gets ``additionalProperties: false`` unless it says otherwise. If anywhere two schemas
-    apply to one object, as with ``allOf``, or a schema is negated, all objects stay as they are: closing one of the
-    schemas would exclude the properties of the other.
-    """
-    closes = not any(map(_is_joined, _subschemas(schema)))
+    An object with ``properties`` gets ``additionalProperties: false`` unless it says otherwise; ``JoinedSchemas`` says
+    which properties it has if other schemas apply to it too.
 
-    def prepare(part: Mapping[str, Any]) -> dict[str, Any]:
+    Raises:
+        ValueError: The schema combines too many others.
+    """
+    objects = JoinedSchemas(schema)
+
+    def prepare(part: Schema) -> dict[str, Any]:
         found = dict(part)
         if isinstance(pattern := part.get("pattern"), str):
             found["pattern"] = ascii_classes(pattern)
         if isinstance(by_pattern := part.get("patternProperties"), Mapping):
             found["patternProperties"] = {ascii_classes(pattern): each for pattern, each in by_pattern.items()}
-        if closes and "properties" in part and not any(keyword in part for keyword in OPEN):
+        names = objects.properties(part)
+        if names is not None:
+            found["properties"] = {name: {} for name in names} | dict(listed_properties(part))
             found["additionalProperties"] = False
         return found
 
-    prepared: dict[str, Any] = _mapped(schema, prepare)
+    prepared: dict[str, Any] = mapped(schema, prepare)
     return prepared
 
 
 def closed_parameters(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a function; without any information about properties there are none."""
-    says_something = any(keyword in schema for keyword in (*_JOINS, *OPEN, "patternProperties"))
-    return dict(schema) if says_something else {"properties": {}, **schema}
+    """The parameters of a function; without any information about properties there are none.
 
-
-def joins(schema: Mapping[str, Any]) -> list[str]:
-    """The keywords that apply further schemas to the same object."""
-    return [keyword for keyword in _JOINS if keyword in schema]
-
-
-def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema without references into ``root`` at its top; empty for what can't be resolved."""
-    for _ in range(_MAX_REFERENCES):
-        if not isinstance(schema, Mapping):
-            return {}
-        reference = schema.get("$ref")
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            return schema
-        schema = root
-        for name in reference.removeprefix("#").strip("/").split("/") if reference != "#" else ():
-            schema = schema.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(schema, Mapping) else None
-    return {}
+    Raises:
+        InvalidRequestError: A parameter that is required is not listed.
+    """
+    if any(keyword in schema for keyword in (*JOINS, *OPEN, "patternProperties")):
+        return dict(schema)
+    required, listed = schema.get("required"), listed_properties(schema)
+    for name in required if isinstance(required, list) else ():
+        if isinstance(name, str) and name not in listed:
+            message = f"'required' names {name!r}, which 'properties' does not list; add it there, or leave it out"
+            raise InvalidRequestError(message, field="grammar")
+    return {"properties": {}, **schema}
 
 
 def value_types(schema: Any, root: Mapping[str, Any], *, depth: int = 0) -> frozenset[str]:
@@ -89,7 +67,7 @@ def value_types(schema: Any, root: Mapping[str, Any], *, depth: int = 0) -> froz
     if isinstance(values, list) and values:
         return frozenset(_type_of(value) for value in values)
     branches = [branch for keyword in ("anyOf", "oneOf", "allOf") for branch in known.get(keyword, ())]
-    if not branches or depth == _MAX_REFERENCES:
+    if not branches or depth == MAX_REFERENCES:
         return frozenset({"string"})
     return frozenset().union(*(value_types(branch, root, depth=depth + 1) for branch in branches))
 
@@ -126,37 +104,3 @@ def _ascii_class(letter: str, *, is_in_class: bool) -> str:
     if letter.isupper():
         return f"[^{characters}]"
     return characters if is_in_class else f"[{characters}]"
-
-
-def _is_joined(schema: Mapping[str, Any]) -> bool:
-    joined = joins(schema)
-    several = isinstance(members := schema.get("allOf"), list) and len(members) > 1
-    return "not" in schema or "if" in schema or several or len(joined) + ("properties" in schema) > 1
-
-
-def _subschemas(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The schema and all in it; values, such as those of ``const``, are none."""
-    unread: list[Any] = [schema]
-    while unread:
-        part = unread.pop()
-        if not isinstance(part, Mapping):
-            continue
-        yield part
-        unread += [each for keyword in _BY_NAME if isinstance(by := part.get(keyword), Mapping) for each in by.values()]
-        unread += [each for keyword in _IN_LISTS if isinstance(some := part.get(keyword), list) for each in some]
-        unread += [part[keyword] for keyword in _SINGLE if keyword in part]
-
-
-def _mapped(schema: Any, change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
-    if not isinstance(schema, Mapping):
-        return schema
-    found = change(schema)
-    for keyword in _BY_NAME:
-        if isinstance(by_name := found.get(keyword), Mapping):
-            found[keyword] = {name: _mapped(each, change) for name, each in by_name.items()}
-    for keyword in {*_IN_LISTS, *_SINGLE} & found.keys():
-        value = found[keyword]
-        found[keyword] = (
-            [_mapped(each, change) for each in value] if isinstance(value, list) else _mapped(value, change)
-        )
-    return found

@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLParserLimits
 from megatron_runtime.call_format import CallFormat
 from megatron_runtime.call_rules import JSON_STYLE, call_rules, regex, with_special_tokens
 from megatron_runtime.errors import InvalidRequestError
-from megatron_runtime.guide_schemas import ascii_classes, prepared_schema
+from megatron_runtime.guide_schemas import ascii_classes, closed_parameters, prepared_schema
 
 LIMITS = LLParserLimits(max_items_in_row=10_000, max_grammar_size=20_000)
 """Of a grammar, for its check and for the engine. A row has an item per choice that is still possible, and the time to
@@ -194,7 +194,7 @@ def _check_properties(content: Any) -> None:
 
 def _check_schema(name: str, schema: Mapping[str, Any]) -> None:
     try:
-        json_schema_grammar(schema)
+        json_schema_grammar(closed_parameters(schema))
     except InvalidRequestError as error:
         raise InvalidRequestError(f"the parameters of {name!r}: {error}", field="grammar") from error
 

@@ -30,8 +30,6 @@ class UnavailableSettings:
     cuda_graph_mixed_prefill_count: int = 16
     cuda_graph_all_prefills: bool = False
     mamba_inference_state_config: Any = None
-    mamba_memory_ratio: float | None = None
-    prefix_caching_mamba_gb: float | None = None
     unified_memory_level: int = 0
     pg_collection: Any = None
     """Megatron's process groups of a model on one rank; ``pg_collection`` of the engine returns them."""
@@ -61,14 +59,14 @@ def _has_one_rank(groups: Any) -> bool:
 
 
 _NO_PREFILL_GRAPHS = "only passes without prompts run as CUDA graphs"
-_NO_RECURRENT_LAYERS = "models with recurrent layers are not supported"
 _NO_CONSENSUS = "data-parallel ranks run independently and need no consensus"
 _REFUSALS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "cuda_graph_mixed_prefill_count": ((16, 0), _NO_PREFILL_GRAPHS),
     "cuda_graph_all_prefills": ((False,), _NO_PREFILL_GRAPHS),
-    "mamba_inference_state_config": ((None,), _NO_RECURRENT_LAYERS),
-    "mamba_memory_ratio": ((None,), _NO_RECURRENT_LAYERS),
-    "prefix_caching_mamba_gb": ((None,), _NO_RECURRENT_LAYERS),
+    "mamba_inference_state_config": (
+        (None,),
+        "the engine reads the layers with recurrent states, and the shapes of these, from the model",
+    ),
     "unified_memory_level": (
         (0,),
         "the KV cache is only on the model's device; kv_cache_management_mode='offload' moves it while suspended",

@@ -33,12 +33,12 @@ from megatron_runtime.launch.options import (
     DEVICES,
     DTYPES,
     KV_CACHE_MANAGEMENTS,
-    ROUTING_POLICIES,
     EngineOptions,
     LaunchOptions,
     ModelSource,
 )
 from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase
+from megatron_runtime.launch.routing_policy import ROUTING_POLICIES
 from megatron_runtime.launch.tasks import first_rank, rendezvous_address
 from megatron_runtime.launch.termination import Outcome
 from megatron_runtime.lifecycle import SIGNALS
@@ -151,6 +151,11 @@ def test_the_runtime_parses_every_flag_of_the_sample() -> None:
             {"engine": {"kvCacheMemory": "1.5Gi", "blockSizeTokens": 32}},
             {"kv_cache_memory": "1.5Gi", "block_size_tokens": 32},
         ),
+        (
+            {"engine": {"mambaMemoryRatio": 0.25, "prefixCachingMambaGb": 1.5}},
+            {"mamba_memory_ratio": 0.25, "prefix_caching_mamba_gb": 1.5},
+        ),
+        ({"engine": {"prefixCachingMambaGb": 0}}, {"mamba_memory_ratio": None, "prefix_caching_mamba_gb": 0.0}),
         (
             {"routing": {"policy": "LongestPrefix", "alpha": 0.25}},
             {"routing_policy": "longest-prefix", "routing_alpha": 0.25},

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from importlib.metadata import version
@@ -49,6 +51,32 @@ def test_an_operator_without_a_cluster_says_so_in_one_line(tmp_path: Path, conte
     assert len(done.stderr.splitlines()) == 1
     for words in ("megatron-operator: cannot start: ", str(kubeconfig), "set KUBECONFIG"):
         assert words in done.stderr
+
+
+def test_an_operator_waits_for_an_api_server_with_one_line_for_each_attempt(tmp_path: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # It refuses connections, and no other process gets the port.
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        context = {"name": "gone", "context": {"cluster": "gone", "user": "gone"}}
+        kubeconfig = {
+            "clusters": [{"name": "gone", "cluster": {"server": address}}],
+            "users": [{"name": "gone", "user": {"token": "x"}}],
+            "contexts": [context],
+            "current-context": "gone",
+        }
+        (tmp_path / "kubeconfig").write_text(json.dumps(kubeconfig))
+        environment = {name: value for name, value in os.environ.items() if name != "KUBERNETES_SERVICE_HOST"}
+        command = [sys.executable, "-m", "megatron_operator.cli", "run"]
+        with subprocess.Popen(
+            command, env={**environment, "KUBECONFIG": str(tmp_path / "kubeconfig")}, stderr=subprocess.PIPE, text=True
+        ) as operator:
+            assert operator.stderr is not None
+            lines = [operator.stderr.readline() for _ in range(2)]
+            operator.terminate()
+            rest = operator.stderr.read()
+    assert all("the API server cannot be reached" in line and "the next attempt is in" in line for line in lines)
+    assert "Traceback" not in rest
+    assert operator.returncode == 0
 
 
 def test_make_help_lists_every_target() -> None:

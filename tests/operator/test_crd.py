@@ -43,6 +43,8 @@ def test_every_field_has_a_description() -> None:
 def test_the_schema_is_structural() -> None:
     for path, node in nodes(SCHEMA):
         assert not {"$ref", "$defs", "allOf", "oneOf", "title", "const"} & node.keys(), path
+        # Kubernetes has booleans here, and JSON Schema numbers.
+        assert not {"exclusiveMinimum", "exclusiveMaximum"} & node.keys(), path
         assert "type" in node or node.get("x-kubernetes-int-or-string"), path
         if not node.get("x-kubernetes-int-or-string"):
             assert "anyOf" not in node, path
@@ -134,3 +136,12 @@ def test_the_crd_has_the_fields_of_kubectl_scale_and_get() -> None:
     for path in [*VERSION["subresources"]["scale"].values(), *paths]:
         if path.startswith(".status."):
             assert path.split(".")[2].partition("[")[0] in status
+
+
+@pytest.mark.parametrize(
+    "engine", [{"mambaMemoryRatio": 0}, {"mambaMemoryRatio": 1}, {"prefixCachingMambaGb": -0.5}], ids=str
+)
+def test_the_schema_rejects_shares_of_recurrent_states_that_can_not_be_given(engine: dict[str, float]) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(resource_object(engine=engine), SCHEMA)
+    jsonschema.validate(resource_object(engine={"mambaMemoryRatio": 0.25, "prefixCachingMambaGb": 0}), SCHEMA)

@@ -100,8 +100,9 @@ def test_the_table_shows_phase_engine_and_url(running: Snapshot) -> None:
         assert words in screen
 
 
-def test_the_table_shows_elapsed_time_and_traffic_in_80_columns(running: Snapshot) -> None:
-    pod = replace(running.observed.pods[0], address="127.127.255.254", rank_phase="Registering", ready=False)
+@pytest.mark.parametrize("name", ["chat-0-1-0", "qwen3-30b-a3b-instruct-2507-0-1-0"])
+def test_the_table_shows_elapsed_time_and_traffic_in_80_columns(running: Snapshot, name: str) -> None:
+    pod = replace(running.observed.pods[0], name=name, address="127.127.255.254", rank_phase="Registering", ready=False)
     engine = ObservedEngine(
         True,
         EngineState.SUSPENDING,
@@ -116,6 +117,10 @@ def test_the_table_shows_elapsed_time_and_traffic_in_80_columns(running: Snapsho
     assert "…" not in screen
     for words in ("1:02:05", " 12 ", " 3 ", "1234.6", "SUSPENDING", "Registering", "127.127.255.254", "10 %"):
         assert words in screen
+    lines = screen.splitlines()
+    (first,) = (number for number, line in enumerate(lines) if "127.127.255.254" in line)
+    width = lines[first].index("leader")
+    assert "".join(line[:width].strip(" │╰─") for line in lines[first:]) == name
 
 
 def test_the_rate_of_tokens_is_that_of_the_last_seconds() -> None:

@@ -15,8 +15,6 @@ ASKED_FOR = {
     "cuda_graph_mixed_prefill_count": 4,
     "cuda_graph_all_prefills": True,
     "mamba_inference_state_config": object(),
-    "mamba_memory_ratio": 0.5,
-    "prefix_caching_mamba_gb": 1.0,
     "unified_memory_level": 1,
     "pg_collection": object(),
     "image_preprocessing_config": {},
@@ -79,6 +77,13 @@ def test_a_mode_can_be_set_by_its_name() -> None:
         ("cuda_graph_max_tokens", 0),
         ("use_cuda_graphs_for_non_decode_steps", 1),
         ("batch_invariant", "yes"),
+        ("mamba_memory_ratio", 0),
+        ("mamba_memory_ratio", 1.0),
+        ("mamba_memory_ratio", "half"),
+        ("mamba_memory_ratio", float("nan")),
+        ("prefix_caching_mamba_gb", -1),
+        ("prefix_caching_mamba_gb", True),
+        ("prefix_caching_mamba_gb", float("inf")),
     ],
 )
 def test_an_invalid_value_is_refused_and_its_field_is_named(field: str, value: object) -> None:

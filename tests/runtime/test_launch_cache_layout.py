@@ -24,24 +24,27 @@ from megatron_runtime.parallel.layout import ParallelSizes
 KINDS: dict[str, dict[str, Any]] = {
     "grouped queries": {},
     "latents": {"has_latent_attention": True},
+    "recurrent states": {"recurrent": "delta"},
 }
 SIZES = [{}, {"tensor": 2}, {"tensor": 4}, {"pipeline": 2}, {"tensor": 2, "pipeline": 3}]
-LAYERS, BLOCK, BLOCKS = 5, 8, 6
+CASES = [(kind, sizes) for kind in KINDS for sizes in SIZES if (kind, sizes) != ("recurrent states", {"tensor": 4})]
+"""It has two key heads."""
+LAYERS, BLOCK, BLOCKS, STATES = 5, 8, 6, 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize(("kind", "sizes"), CASES, ids=str)
 async def test_the_preflight_counts_on_the_bytes_that_the_caches_take(
     kind: str, sizes: dict[str, int], tmp_path: Path
 ) -> None:
     write_tiny_checkpoint(tmp_path, layers=LAYERS, **KINDS[kind])
+    parallel = {f"{name}_parallel": size for name, size in sizes.items()}
     engine = EngineOptions(
-        dtype="float32", block_size_tokens=BLOCK, **{f"{name}_parallel": size for name, size in sizes.items()}
+        dtype="float32", block_size_tokens=BLOCK, max_requests=STATES, prefix_caching=False, **parallel
     )
     source = ModelSource(path=tmp_path)
     facts = await inspect_source(source, engine)
     largest = max(cache_bytes(tmp_path, ParallelSizes(**sizes)))
-    assert facts.cache_layout.block_bytes(BLOCK, 4) * BLOCKS == largest
+    assert facts.cache_layout.block_bytes(BLOCK, 4) * BLOCKS + facts.cache_layout.state_bytes * STATES == largest
     options = LaunchOptions(model=source, engine=replace(engine, kv_cache_bytes=largest))
     plan = plan_engine(options, facts, PLENTY)
     assert plan.max_sequence_length == BLOCK * BLOCKS
@@ -59,11 +62,11 @@ async def test_a_draft_model_is_inspected_whole(tmp_path: Path) -> None:
 
 
 def cache_bytes(path: Path, sizes: ParallelSizes) -> Iterator[int]:
-    """What BLOCKS blocks take on each rank, by their arrays."""
+    """What BLOCKS blocks and the states of STATES requests take on each rank, by their arrays."""
     config = inspect_checkpoint(path).config
     for rank in range(sizes.ranks_per_replica_group):
         shard = Shard(config, sizes.position_in_replica_group(rank))
-        cache = KVCache(shard.cache_config, BLOCKS, BLOCK, torch.float32)
+        cache = KVCache(shard.cache_config, BLOCKS, BLOCK, torch.float32, num_states=STATES)
         taken = sum(array.nbytes for index in range(len(shard.layers)) for array in cache.layer(index))
         assert taken == cache.num_bytes
         yield taken

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,16 @@ def test_bits_that_do_not_depend_on_the_batch_are_an_option(
 def test_the_number_of_drafts_reaches_the_engine(rank_options: Any, flags: tuple[str, ...], most: int) -> None:
     options, plan = rank_options(*flags)
     assert rank._inference_config(options.engine, plan).num_speculative_tokens == most
+
+
+def test_the_memory_of_recurrent_states_reaches_the_engine(rank_options: Any) -> None:
+    options, plan = rank_options("--prefix-caching-mamba-gb", "1.5")
+    # The small model has no recurrent layers, so that its launcher refuses the flag of the ratio.
+    config = rank._inference_config(replace(options.engine, mamba_memory_ratio=0.25), plan)
+    assert (config.mamba_memory_ratio, config.prefix_caching_mamba_gb) == (0.25, 1.5)
+    options, plan = rank_options()
+    config = rank._inference_config(options.engine, plan)
+    assert (config.mamba_memory_ratio, config.prefix_caching_mamba_gb) == (None, None)
 
 
 def test_a_rank_loads_the_draft_model(rank_options: Any, tmp_path: Path) -> None:

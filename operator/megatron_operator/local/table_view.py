@@ -102,6 +102,7 @@ def _conditions(snapshot: Snapshot) -> Table:
 
 def _pods(snapshot: Snapshot) -> Table:
     table = _table("POD", "ROLE", "ADDRESS", "STATE", "ENGINE", "WEIGHTS")
+    table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"
     for pod in snapshot.pods:
         role = "leader" if pod.leader else "worker"
         state = styled(pod_state(pod))

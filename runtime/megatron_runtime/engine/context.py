@@ -104,10 +104,9 @@ class DynamicInferenceContext:
         check_drafts(model_config, self.config)
         self.has_states = model_config.recurrent is not None
         """Whether each row is the slot of the recurrent states of a sequence."""
-        self.limits = ContextLimits.derive(
-            shard.largest_cache_config, self.config, dtype=dtype, device_type=self.device.type
-        )
-        self.config = inference_config = config_within(self.limits, model_config, self.config)
+        largest = shard.largest_cache_config
+        self.limits = ContextLimits.derive(largest, self.config, dtype=dtype, device_type=self.device.type)
+        self.config = inference_config = config_within(self.limits, largest, self.config)
         prefixes = None
         if inference_config.enable_prefix_caching:
             snapshots = StateSnapshots(self.limits.num_snapshots) if self.has_states else None

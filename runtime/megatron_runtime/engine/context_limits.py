@@ -10,7 +10,7 @@ import torch
 from megatron_runtime.config import CUDA_TOKENS_PER_PASS, DEFAULT_MAX_REQUESTS, InferenceConfig
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.attention_kind import attention_kind
-from megatron_runtime.model.cache_layout import PoolShares
+from megatron_runtime.model.cache_layout import PoolShares, StateMemory
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.kv_cache import KVCache
@@ -48,7 +48,7 @@ class ContextLimits:
         """The limits for a configuration. The pool is not larger than all requests together can fill.
 
         Raises:
-            ConfigurationError: The pool has no room for a single block.
+            ConfigurationError: The pool has no room for a single block, or the settings for recurrent states don't fit.
         """
         max_sequence_length = _sequence_length(model_config, config)
         blocks_each = -(-max_sequence_length // config.block_size_tokens)
@@ -104,6 +104,9 @@ def config_within(limits: ContextLimits, model_config: ModelConfig, config: Infe
     """The configuration, without a prefix cache if the pool has no room for a snapshot of recurrent states."""
     if model_config.recurrent is None or limits.num_snapshots or not config.enable_prefix_caching:
         return config
+    if config.prefix_caching_mamba_gb is not None:
+        _logger.info("enable_prefix_caching=False: prefix_caching_mamba_gb=%s", config.prefix_caching_mamba_gb)
+        return replace(config, enable_prefix_caching=False)
     _logger.info(
         "enable_prefix_caching=False: the pool has no room for a copy of recurrent states, %d bytes, for the prefix "
         "cache; raise %s%s",
@@ -150,7 +153,12 @@ def _divide_pool(
 ) -> PoolShares:
     """What the pool has room for."""
     layout, each = attention_kind(model_config).cache_layout, block_bytes(model_config, config, dtype)
+    memory = StateMemory(
+        config.mamba_memory_ratio, config.prefix_caching_mamba_gb if config.enable_prefix_caching else None
+    )
     available = config.pool_bytes(device_type)
+    if layout.state_bytes and config.kv_cache_memory_bytes is None:
+        available += memory.snapshot_bytes  # as in Megatron
     if available < layout.smallest_pool(each):
         field = _size_field(config)
         states = f" and the recurrent states of one request, {layout.state_bytes} bytes" if layout.state_bytes else ""
@@ -159,11 +167,13 @@ def _divide_pool(
             f"({config.block_size_tokens} tokens){states}; raise it or lower block_size_tokens",
             field=field,
         )
+    layout.check(available, each, memory, model_config.architecture)
     return layout.divide(
         *(available, each, max_requests),
         is_chosen=config.max_requests is not None,
         has_snapshots=config.enable_prefix_caching,
         least_blocks=least_blocks,
+        memory=memory,
     )
 
 

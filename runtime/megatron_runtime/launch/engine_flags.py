@@ -43,7 +43,9 @@ class EngineFlags:
         ),
     ] = EngineOptions.quantized_weights
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = EngineOptions.device
-    max_sequence_length: Annotated[int | None, typer.Option(help="Most tokens of a prompt and its answer.")] = None
+    max_sequence_length: Annotated[
+        int | None, typer.Option(help="Maximum length of a prompt and its answer, in tokens.")
+    ] = None
     tensor_parallel: Annotated[int, typer.Option(help="Ranks that share each layer.")] = EngineOptions.tensor_parallel
     pipeline_parallel: Annotated[int, typer.Option(help="Stages that the layers are divided into.")] = (
         EngineOptions.pipeline_parallel
@@ -65,7 +67,7 @@ class EngineFlags:
         str | None,
         typer.Option(help="Memory of each GPU, like 80Gi, for the check before the start. Default: as of nvidia-smi."),
     ] = None
-    max_requests: Annotated[int | None, typer.Option(help="Most requests in one forward pass.")] = None
+    max_requests: Annotated[int | None, typer.Option(help="Maximum number of requests in one forward pass.")] = None
     num_cuda_graphs: Annotated[
         int | None,
         typer.Option(
@@ -83,8 +85,8 @@ class EngineFlags:
     num_speculative_tokens: Annotated[
         int,
         typer.Option(
-            help="Most tokens that a step verifies for a request besides its next one; they are copied from its earlier"
-            " tokens, or drafted by a model, and change no answer. 0: none."
+            help="Maximum number of tokens that a step verifies for a request besides its next one; they are copied"
+            " from its earlier tokens, or drafted by a model, and change no answer. 0: none."
         ),
     ] = EngineOptions.num_speculative_tokens
     speculative_draft_model: Annotated[
@@ -94,9 +96,23 @@ class EngineFlags:
             " tokens. Default: they are copied."
         ),
     ] = EngineOptions.speculative_draft_model
+    mamba_memory_ratio: Annotated[
+        float | None,
+        typer.Option(
+            help="Most of the KV cache's memory, between 0 and 1, for the recurrent states of running requests."
+            " Default: half of it, or those of --max-requests. Only for models with recurrent layers."
+        ),
+    ] = None
     prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of equal prompt prefixes.")] = (
         EngineOptions.prefix_caching
     )
+    prefix_caching_mamba_gb: Annotated[
+        float | None,
+        typer.Option(
+            help="GiB of the KV cache's memory for copies of recurrent states at the ends of cached prefixes; 0: no"
+            " prefix caching of models with recurrent layers. Default: chosen by the engine. Other models have none."
+        ),
+    ] = None
     chunked_prefill: Annotated[bool, typer.Option(help="Split long prompts over several steps.")] = (
         EngineOptions.chunked_prefill
     )
@@ -120,7 +136,7 @@ class EngineFlags:
             " their model."
         ),
     ] = None
-    max_loras: Annotated[int, typer.Option(help="Most LoRA adapters that are loaded at once.")] = (
+    max_loras: Annotated[int, typer.Option(help="Maximum number of LoRA adapters that are loaded at once.")] = (
         EngineOptions.max_loras
     )
     max_lora_rank: Annotated[int, typer.Option(help="Largest r of a LoRA adapter.")] = EngineOptions.max_lora_rank

@@ -34,8 +34,8 @@ class HttpFlags:
     max_total_body: Annotated[
         str,
         typer.Option(
-            help="Largest sum of the bodies of all requests in progress, per frontend process; half of it may come from"
-            " one address. Larger ones get 503 or 429, except bodies of up to 32 KiB."
+            help="Maximum size of the bodies of all requests in progress, per frontend process; half of it may come"
+            " from one address. Beyond it, bodies get 503 or 429, except those of up to 32 KiB."
         ),
     ] = "256Mi"
     body_timeout: Annotated[float, typer.Option(help="Seconds that the body of a request may take to arrive.")] = (

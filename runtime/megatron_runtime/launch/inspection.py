@@ -32,7 +32,7 @@ class CheckpointFacts:
     longest: int
     layers: int
     cache_layout: CacheLayout
-    """Cache layout of the rank that caches most."""
+    """Cache layout of a rank with as many layers of each kind as any rank has."""
     expert_parameters: int = 0
     """Parameters of the experts, included in ``parameters``."""
     tied_head_parameters: int = 0

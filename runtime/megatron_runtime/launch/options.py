@@ -6,10 +6,12 @@ import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron_runtime.config import LOGPROBS_MODES, InferenceConfig, PrefixCachingCoordinatorPolicy, check_routing_alpha
+from megatron_runtime.config import LOGPROBS_MODES, InferenceConfig, check_routing_alpha, check_state_memory
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.identity import Identity
 from megatron_runtime.launch.lora_modules import check_modules
+from megatron_runtime.launch.routing_policy import check_routing_policy
+from megatron_runtime.model.cache_layout import StateMemory
 from megatron_runtime.model.formats.checkpoint_path import model_name
 from megatron_runtime.model.formats.quantized_weights import keeps_quantized
 from megatron_runtime.parallel.layout import ParallelSizes
@@ -21,8 +23,6 @@ from megatron_runtime.wire.security import KEY_VARIABLE, is_loopback
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
 KV_CACHE_MANAGEMENTS = ("persist", "offload", "recompute")
-PREFIX_POLICIES = ("first-prefix-block", "longest-prefix")
-ROUTING_POLICIES = ("round-robin", "load-balanced", *PREFIX_POLICIES, "auto")
 DRAFT_MODEL_FLAG = "--speculative-draft-model"
 _NO_CHECKPOINT = "no such file or folder; give a .gguf file or a checkpoint folder"
 HIGHEST_PORT = 65535
@@ -75,7 +75,9 @@ class EngineOptions:
     num_speculative_tokens: int = 0
     speculative_draft_model: str | None = None
     """The checkpoint that drafts these tokens; None: they are copied from the request's earlier tokens."""
+    mamba_memory_ratio: float | None = None
     prefix_caching: bool = True
+    prefix_caching_mamba_gb: float | None = None
     chunked_prefill: bool = True
     kv_cache_management: str = "offload"
     offload_weights: bool = False
@@ -94,6 +96,12 @@ class EngineOptions:
     def keeps_quantized(self) -> bool:
         """Whether matrices that the checkpoint stores quantized stay so; ConfigurationError names the flag."""
         return keeps_quantized(self.quantized_weights, self.dtype, self.device, "--quantized-weights")
+
+    @property
+    def state_memory(self) -> StateMemory:
+        """The settings for the memory of recurrent states."""
+        snapshots = self.prefix_caching_mamba_gb if self.prefix_caching else None
+        return StateMemory(self.mamba_memory_ratio, snapshots, are_flags=True)
 
     @property
     def parallel_sizes(self) -> dict[str, int]:
@@ -220,12 +228,7 @@ class LaunchOptions:
         _ = self.engine.keeps_quantized
         _one_of("--kv-cache-management", self.engine.kv_cache_management, KV_CACHE_MANAGEMENTS)
         _one_of("--logprobs-mode", self.engine.logprobs_mode, LOGPROBS_MODES)
-        _one_of("--routing-policy", self.routing_policy, ROUTING_POLICIES)
-        if self.routing_policy in PREFIX_POLICIES and not self.engine.prefix_caching:
-            raise ConfigurationError(
-                f"--routing-policy {self.routing_policy}: routes by cached prefixes, but --no-prefix-caching "
-                "disables the cache; omit that flag, or use round-robin or load-balanced"
-            )
+        check_routing_policy(self.routing_policy, prefix_caching=self.engine.prefix_caching)
 
     def _check_numbers(self) -> None:
         engine = self.engine
@@ -249,6 +252,7 @@ class LaunchOptions:
         ):
             if seconds <= 0:
                 raise ConfigurationError(f"{flag} {seconds}: must be more than 0 seconds")
+        check_state_memory(engine.mamba_memory_ratio, engine.prefix_caching_mamba_gb, are_flags=True)
         check_routing_alpha(self.routing_alpha, f"--routing-alpha {self.routing_alpha}:")
         for flag, port in (
             ("--port", self.port),
@@ -338,11 +342,3 @@ def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
 def _at_least(flag: str, value: float | None, least: int) -> None:
     if value is not None and value < least:
         raise ConfigurationError(f"{flag} {value}: must be at least {least}")
-
-
-def coordinator_policy(routing_policy: str, *, prefix_caching: bool) -> PrefixCachingCoordinatorPolicy:
-    """The policy that a value of ``--routing-policy`` means; auto goes by prefixes where engines cache them."""
-    if routing_policy == "auto":
-        policy = PrefixCachingCoordinatorPolicy
-        return policy.LONGEST_PREFIX if prefix_caching else policy.LOAD_BALANCED
-    return PrefixCachingCoordinatorPolicy(routing_policy.replace("-", "_"))

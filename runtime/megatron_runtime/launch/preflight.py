@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 
 from megatron_runtime.config import CUDA_SHARE, CUDA_TOKENS_PER_PASS, DEFAULT_MAX_REQUESTS, SAME_VOCABULARY
@@ -132,7 +133,9 @@ def _plan_on_device(options: LaunchOptions, facts: CheckpointFacts, plan: Engine
             f"{options.model.flag}: a rank needs {parts}, but its GPU has {device}; use a smaller --dtype, more ranks "
             "with --tensor-parallel or --pipeline-parallel, a lower --max-requests, or a GPU with more memory"
         )
-    if cache is None:
+    if cache is None:  # which the rank measures; settings that fit no size are refused here, by the names of flags
+        block = _block_bytes(options.engine, facts)
+        facts.cache_layout.check(sys.maxsize, block, options.engine.state_memory, facts.architecture)
         return plan
     if device is not None and plan.total_bytes(1) > device.count:
         fitting = max(device.count - plan.total_bytes(1) + cache, 0) // 2**27 * 2**27
@@ -203,18 +206,22 @@ def _length(options: LaunchOptions, facts: CheckpointFacts, cache: int, length: 
             f"--kv-cache-memory {format_bytes(cache)}: too small for a single block of {engine.block_size_tokens} "
             f"tokens{states}; give at least {format_bytes(smallest)}"
         )
-    requests = engine.max_requests or DEFAULT_MAX_REQUESTS
+    requests, memory = engine.max_requests or DEFAULT_MAX_REQUESTS, engine.state_memory
+    layout.check(cache, block, memory, facts.architecture)
     shares = layout.divide(
         *(cache, block, requests),
         is_chosen=engine.max_requests is not None,
         has_snapshots=engine.prefix_caching,
         least_blocks=1 if engine.max_sequence_length is None else -(-length // engine.block_size_tokens),
+        memory=memory,
     )
     fitting = shares.blocks * engine.block_size_tokens
     if engine.max_sequence_length is not None and fitting < length:
         needed = (length + engine.block_size_tokens) * block // engine.block_size_tokens
         of_states = requests * layout.state_bytes
-        needed += of_states if engine.max_requests is not None else min(of_states, max(needed, layout.state_bytes))
+        if engine.max_requests is None and memory.ratio is None:
+            of_states = min(of_states, max(needed, layout.state_bytes))
+        needed += of_states + (memory.snapshot_bytes if layout.state_bytes else 0)
         raise ConfigurationError(
             f"--max-sequence-length {length}: a KV cache of {format_bytes(cache)} holds {fitting} tokens; "
             f"use {fitting} or less, or --kv-cache-memory {format_bytes(needed)} or more"

@@ -11,10 +11,11 @@ from megatron_runtime.config import DEFAULT_MAX_REQUESTS
 from megatron_runtime.data_parallel_inference_coordinator.options import CoordinatorOptions
 from megatron_runtime.launch.inspection import CheckpointFacts
 from megatron_runtime.launch.memory import usable_cores
-from megatron_runtime.launch.options import LaunchOptions, coordinator_policy
+from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.ports import LOOPBACK, RENDEZVOUS_PORT, free_loopback_port
 from megatron_runtime.launch.preflight import EnginePlan
 from megatron_runtime.launch.rank_options import RankOptions, RankPlan
+from megatron_runtime.launch.routing_policy import coordinator_policy
 from megatron_runtime.processes.child import ChildTask
 from megatron_runtime.wire.security import key_environment
 

@@ -147,14 +147,8 @@ class Decoder(nn.Module):
             device: The device that computes; None: that of the weights, which are not released.
 
         Raises:
-            CheckpointError: The weights are those of a live model, whose modules have another layout, or the model has
-                recurrent layers.
+            CheckpointError: The weights are those of a live model, whose modules have another layout.
         """
-        if self.config.recurrent is not None:
-            raise CheckpointError(
-                f"adapters are not supported on {self.config.architecture}, which has recurrent layers; merge the "
-                "adapter into the weights"
-            )
         if self.is_shared:
             raise CheckpointError(
                 "adapters are not supported on a live model of Megatron Core; load its checkpoint with load_model"

@@ -123,11 +123,11 @@ def make_attention(shard: Shard, layer: int, dtype: torch.dtype, ranks: Ranks) -
     """The module for the kind of attention of the model, or for the recurrence of this layer. Its weights are
     uninitialized.
     """
-    sizes = shard.config.recurrence_of(layer)
+    sizes = shard.local.recurrence_of(layer)
     if isinstance(sizes, Mamba2Config):
-        return Mamba2(shard.config, sizes, dtype)
+        return Mamba2(shard.local, sizes, dtype, adds_bias=shard.position.tensor_rank == 0)
     if isinstance(sizes, GatedDeltaConfig):
-        return GatedDeltaNet(shard.config, sizes, dtype)
+        return GatedDeltaNet(shard.local, sizes, dtype)
     if isinstance(shard.attention, MultiHeadLatentAttention):
         return MLASelfAttention(shard, layer, dtype)
     return SelfAttention(shard, layer, dtype, ranks)

@@ -40,7 +40,9 @@ class KVCache:
         self.block_size_tokens = block_size_tokens
         self.dtype = dtype
         self.device = torch.device(device)
-        self._shapes = attention_kind(config).cache_layout.shapes(num_blocks, block_size_tokens)
+        self.layout = attention_kind(config).cache_layout
+        """What is cached of each token."""
+        self._shapes = self.layout.shapes(num_blocks, block_size_tokens)
         self._kinds = [config.kind(layer) for layer in range(config.num_layers)]
         self._places = [self._kinds[:layer].count(kind) for layer, kind in enumerate(self._kinds)]
         """Of each layer, its place among those of the same kind."""
@@ -68,11 +70,6 @@ class KVCache:
     def is_resident(self) -> bool:
         """Whether the pool is on its device, so that a forward pass can use it."""
         return self._storage is not None
-
-    @property
-    def keys_and_values(self) -> LayerCache:
-        """The arrays of the first layer with attention; the others have equal ones."""
-        return self._blocks_of(0)
 
     def layer(self, index: int) -> LayerCache:
         """Views of one layer's arrays; none of a layer with a feed-forward network alone."""

@@ -17,10 +17,11 @@ class Mamba2(nn.Module):
     """A convolution of values, keys and queries, the selective state space model, and a norm of the gated result over
     the values of each key head.
 
-    All between the projections is float32. Weights are uninitialized.
+    All between the projections is float32. Weights are uninitialized. ``adds_bias``: whether this rank adds the bias of
+    the output, if there is one.
     """
 
-    def __init__(self, config: ModelConfig, sizes: Mamba2Config, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, sizes: Mamba2Config, dtype: torch.dtype, *, adds_bias: bool = True) -> None:
         super().__init__()
         self.sizes = sizes
         self.widths = [sizes.values, sizes.channels, sizes.value_heads]
@@ -33,7 +34,7 @@ class Mamba2(nn.Module):
         self.skips = float32_weights(sizes.value_heads)
         self.norm = float32_weights(sizes.values)
         self.eps = config.rms_norm_eps
-        self.output = Linear(sizes.values, config.hidden_size, bias=sizes.has_bias, dtype=dtype)
+        self.output = Linear(sizes.values, config.hidden_size, bias=sizes.has_bias and adds_bias, dtype=dtype)
 
     def forward(self, hidden: Tensor, positions: LayerPositions, plan: RecurrentPlan, cache: LayerCache) -> Tensor:
         """[T, hidden] to [T, hidden]; updates the states in ``cache``."""

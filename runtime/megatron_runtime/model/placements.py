@@ -100,7 +100,7 @@ def _attention(attention: Attention, names: TensorNames, shard: Shard) -> Placem
     if isinstance(attention, MLASelfAttention):
         yield from _latent_attention(attention, names, shard)
     elif isinstance(attention, GatedDeltaNet | Mamba2):
-        yield from _recurrence(attention, names)
+        yield from _recurrence(attention, names, shard)
     else:
         yield from _grouped_query_attention(attention, names, shard)
 
@@ -169,20 +169,31 @@ def _latent_attention(attention: MLASelfAttention, names: TensorNames, shard: Sh
     yield from _columns(attention.output, names.attention_output, _heads(heads, total, latent.v_head_dim), names)
 
 
-def _recurrence(layer: GatedDeltaNet | Mamba2, names: TensorNames) -> Placements:
-    sizes = layer.sizes
-    yield names.log_rates, whole(layer.log_rates)
-    yield names.step_biases, whole(layer.step_biases)
-    yield f"{names.convolution}.weight", whole(layer.convolution.t()[:, None])
+def _recurrence(layer: GatedDeltaNet | Mamba2, names: TensorNames, shard: Shard) -> Placements:
+    sizes = shard.config.recurrent
+    assert sizes is not None
+    key_heads, value_heads = shard.recurrent_key_heads(sizes), shard.recurrent_value_heads(sizes)
+    keys = _heads(key_heads, sizes.key_heads, sizes.key_dim)
+    values = _heads(value_heads, sizes.value_heads, sizes.value_dim)
+    yield names.log_rates, Placement(layer.log_rates, (value_heads,))
+    yield names.step_biases, Placement(layer.step_biases, (value_heads,))
+    mixed = [values, keys, keys] if isinstance(layer, Mamba2) else [keys, keys, values]
+    channels = _one_behind_the_other(mixed)
+    yield f"{names.convolution}.weight", Placement(layer.convolution.t()[:, None], channels)
     if isinstance(layer, Mamba2):
         if layer.convolution_bias is not None:
-            yield f"{names.convolution}.bias", whole(layer.convolution_bias)
-        yield names.skips, whole(layer.skips)
-    yield f"{names.recurrent_norm}.weight", whole(layer.norm)
-    yield from _rows(layer.inputs, [names.recurrent_inputs], [_all(len(layer.inputs.weight))], names)
-    if isinstance(layer, GatedDeltaNet):
-        yield from _rows(layer.gates, [names.recurrent_gates], [_all(2 * sizes.value_heads)], names)
-    yield from _columns(layer.output, names.recurrent_output, _all(sizes.values), names)
+            yield f"{names.convolution}.bias", Placement(layer.convolution_bias, channels)
+        yield names.skips, Placement(layer.skips, (value_heads,))
+        yield f"{names.recurrent_norm}.weight", Placement(layer.norm, (values.chunk,))
+        steps = _heads(value_heads, sizes.value_heads, 1)
+        yield from _rows(layer.inputs, [names.recurrent_inputs], [values, *mixed, steps], names)
+    else:
+        yield f"{names.recurrent_norm}.weight", whole(layer.norm)
+        # All rows of a key head and its value heads are one behind the other.
+        for linear, name in ((layer.inputs, names.recurrent_inputs), (layer.gates, names.recurrent_gates)):
+            rows = _heads(key_heads, sizes.key_heads, len(linear.weight) // len(key_heads))
+            yield from _rows(linear, [name], [rows], names)
+    yield from _columns(layer.output, names.recurrent_output, values, names)
 
 
 def _all(total: int) -> _Part:
@@ -228,14 +239,19 @@ def _rows(linear: Linear, stored: Sequence[str], parts: Sequence[_Part], names: 
     if len(stored) == len(parts):
         chunks: list[tuple[range, ...]] = [(part.chunk,) for part in parts]
     else:
-        before = [sum(part.total for part in parts[:index]) for index in range(len(parts))]
-        chunks = [tuple(part.shift(by) for part, by in zip(parts, before, strict=True))]
+        chunks = [_one_behind_the_other(parts)]
     sizes = [sum(map(len, each)) for each in chunks]
     for name, weight, each in zip(stored, torch.split(linear.weight, sizes), chunks, strict=True):
         yield f"{name}.weight", _matrix(weight, each, 0, names, linear)
     if linear.bias is not None:
         for name, bias, each in zip(stored, torch.split(linear.bias, sizes), chunks, strict=True):
             yield f"{name}.bias", Placement(bias, each)
+
+
+def _one_behind_the_other(parts: Sequence[_Part]) -> tuple[range, ...]:
+    """The chunks of a tensor that has the rows of each of ``parts``."""
+    before = [sum(part.total for part in parts[:index]) for index in range(len(parts))]
+    return tuple(part.shift(by) for part, by in zip(parts, before, strict=True))
 
 
 def _columns(linear: Linear, stored: str, part: _Part, names: TensorNames) -> Placements:

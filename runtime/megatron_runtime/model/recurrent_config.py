@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from megatron_runtime.errors import CheckpointError
 
@@ -58,6 +59,14 @@ class RecurrentConfig:
     def state_bytes(self) -> int:
         """Bytes of the states of one sequence in all layers."""
         return _STATE_BYTES * len(self.layers) * sum(map(math.prod, self.state_shapes))
+
+    def can_divide(self, ranks: int) -> bool:
+        """Whether ``ranks`` tensor-parallel ranks can have equal numbers of key heads, each with its value heads."""
+        return self.key_heads % ranks == 0
+
+    def divide(self, ranks: int) -> Self:
+        """The heads of one of ``ranks`` tensor-parallel ranks."""
+        return replace(self, key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks)
 
     def check(self, source: str, num_layers: int) -> None:
         """Raise CheckpointError naming ``source`` when the numbers are inconsistent."""

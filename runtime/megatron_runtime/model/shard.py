@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import get_args
 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.attention_kind import AttentionKind, attention_kind
-from megatron_runtime.model.config import ExpertsConfig, ModelConfig
+from megatron_runtime.model.config import ExpertsConfig, LayerKind, ModelConfig
+from megatron_runtime.model.recurrent_config import RecurrentConfig
 from megatron_runtime.parallel.layout import RankPosition, share
 
 
@@ -17,7 +20,8 @@ class Shard:
 
     The ranks of a layer divide its query heads with their key and value heads, the channels of its feed-forward
     networks, and the rows of embedding and head. A key and value head that belongs to the queries of several ranks is
-    on all of them. The output of a rank's part is a part of a sum, to which the first rank adds the bias.
+    on all of them; those of recurrent layers are on one, with all of their value heads. The output of a rank's part is
+    a part of a sum, to which the first rank adds the bias.
 
     Raises:
         ConfigurationError: The model can't be divided like this; names the size and the possible ones.
@@ -28,14 +32,16 @@ class Shard:
 
     def __post_init__(self) -> None:
         sizes, config = self.position.sizes, self.config
-        if config.recurrent is not None:
-            self._check_undivided()
         if not self._can_share_layer(sizes.tensor):
             fitting = [size for size in range(1, config.num_attention_heads + 1) if self._can_share_layer(size)]
+            recurrent, keys = config.recurrent, ""
+            if recurrent is not None:
+                keys = f" {recurrent.key_heads} key heads (groups) in recurrent layers,"
             raise ConfigurationError(
                 f"tensor parallel size is {sizes.tensor}, but the model has {config.num_attention_heads} attention "
-                f"heads on {config.num_kv_heads} key/value heads, an intermediate size of {config.intermediate_size} "
-                f"and {config.vocab_size} tokens; use one of {', '.join(map(str, fitting))}",
+                f"heads on {config.num_kv_heads} key/value heads,{keys} an intermediate size of "
+                f"{config.intermediate_size} and {config.vocab_size} tokens; use one of "
+                f"{', '.join(map(str, fitting))}",
                 field="tensor",
             )
         self._check_experts(sizes.expert)
@@ -59,19 +65,23 @@ class Shard:
             config,
             num_attention_heads=len(self.query_heads),
             num_kv_heads=len(self.kv_heads),
+            recurrent=None if config.recurrent is None else config.recurrent.divide(self.position.sizes.tensor),
             attention_output_bias=config.attention_output_bias and self.position.tensor_rank == 0,
         )
 
     @cached_property
     def cache_config(self) -> ModelConfig:
         """The configuration of the cache of this rank."""
-        return replace(self.local, num_layers=len(self.layers))
+        return self._cache_of([self.config.kind(layer) for layer in self.layers])
 
     @cached_property
     def largest_cache_config(self) -> ModelConfig:
-        """That of the stage with most layers, which determines the number of blocks on every rank."""
-        stages = range(self.position.sizes.pipeline)
-        return replace(self.local, num_layers=max(len(self._stage_layers(stage)) for stage in stages))
+        """That of a stage with as many layers of each kind as any stage has, which determines the number of blocks, and
+        of slots for recurrent states, on every rank.
+        """
+        stages = [self._stage_layers(stage) for stage in range(self.position.sizes.pipeline)]
+        kinds = [[self.config.kind(layer) for layer in layers] for layers in stages]
+        return self._cache_of([kind for kind in get_args(LayerKind) for _ in range(max(k.count(kind) for k in kinds))])
 
     @cached_property
     def query_heads(self) -> range:
@@ -82,6 +92,14 @@ class Shard:
     def kv_heads(self) -> range:
         """Their key and value heads."""
         return self.attention.kv_heads(self.position.sizes.tensor, self.position.tensor_rank)
+
+    def recurrent_key_heads(self, recurrent: RecurrentConfig) -> range:
+        """The key heads of a recurrent layer on this rank."""
+        return self._of_layer(recurrent.key_heads)
+
+    def recurrent_value_heads(self, recurrent: RecurrentConfig) -> range:
+        """Their value heads."""
+        return self._of_layer(recurrent.value_heads)
 
     @cached_property
     def channels(self) -> range:
@@ -124,19 +142,23 @@ class Shard:
 
     def _can_share_layer(self, tensor: int) -> bool:
         """Whether this number of ranks can share a layer: heads evenly, all else as evenly as possible."""
-        rows = min(self.config.intermediate_size, self.config.vocab_size)
-        return self.attention.can_divide(tensor) and rows >= tensor
+        rows, recurrent = min(self.config.intermediate_size, self.config.vocab_size), self.config.recurrent
+        can_divide = self.attention.can_divide(tensor) and (recurrent is None or recurrent.can_divide(tensor))
+        return can_divide and rows >= tensor
 
-    def _check_undivided(self) -> None:
-        """Raise ConfigurationError when ranks would divide recurrent layers, or wait for each other between them."""
-        sizes = self.position.sizes
-        for name, size in (("tensor", sizes.tensor), ("pipeline", sizes.pipeline), ("expert", sizes.expert)):
-            if size > 1:
-                raise ConfigurationError(
-                    f"{name} parallel size is {size}, but {self.config.architecture} has recurrent layers, which "
-                    "can't be divided among ranks yet; use 1, and more replica groups",
-                    field=name,
-                )
+    def _cache_of(self, kinds: Sequence[LayerKind]) -> ModelConfig:
+        """The configuration of a cache for layers of these kinds on a rank."""
+
+        def numbers(wanted: LayerKind) -> frozenset[int]:
+            return frozenset(layer for layer, kind in enumerate(kinds) if kind == wanted)
+
+        local = self.local
+        return replace(
+            local,
+            num_layers=len(kinds),
+            recurrent=None if local.recurrent is None else replace(local.recurrent, layers=numbers("recurrence")),
+            feed_forward_layers=None if local.feed_forward_layers is None else numbers("feed_forward"),
+        )
 
     def _check_experts(self, expert: int) -> None:
         experts = self.config.experts

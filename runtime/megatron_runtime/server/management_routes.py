@@ -30,6 +30,8 @@ from megatron_runtime.wire.service_state import EngineView, ServiceState
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 SIGNAL_SECONDS = 120.0
 Level = Annotated[int, Query(ge=1, le=2)]
+Tags = Annotated[list[str] | None, Query()]
+_PARTS = {"weights", "kv_cache"}
 
 
 def load_routes(frontend: FrontendContext) -> APIRouter:
@@ -58,14 +60,20 @@ def control_routes(frontend: FrontendContext) -> APIRouter:
         return {"config": {name: value for name, value in options.items() if name not in _PRIVATE}}
 
     @router.post("/sleep", response_class=Response, responses=answers({}))
-    async def sleep(request: Request, level: Level = 1) -> Response:
+    async def sleep(request: Request, level: Level = 1, mode: str = "keep") -> Response:
         if level != 1:
             message = "level: 2 is not supported; the engine's settings decide what a suspension releases; use 1"
             raise ApiError(400, message, param="level")
+        if mode != "keep":
+            message = f"mode: {mode!r} is not supported; requests continue after the wake-up; use keep, or leave it out"
+            raise ApiError(400, message, param="mode")
         return await _done(request, partial(frontend.client.suspend_engines, SIGNAL_SECONDS))
 
     @router.post("/wake_up", response_class=Response)
-    async def wake_up(request: Request) -> Response:
+    async def wake_up(request: Request, tags: Tags = None) -> Response:
+        if tags and set(tags) != _PARTS:
+            message = f"tags: {', '.join(tags)} can't wake up alone; leave tags out, or give both weights and kv_cache"
+            raise ApiError(400, message, param="tags")
         return await _done(request, partial(frontend.client.resume_engines, SIGNAL_SECONDS))
 
     @router.get("/is_sleeping")
@@ -74,7 +82,12 @@ def control_routes(frontend: FrontendContext) -> APIRouter:
         return {"is_sleeping": service.state == EngineState.SUSPENDED}
 
     @router.post("/reset_prefix_cache", response_class=Response)
-    async def reset_prefix_cache(request: Request) -> Response:
+    async def reset_prefix_cache(
+        request: Request, reset_running_requests: bool = False, reset_external: bool = False
+    ) -> Response:
+        given = {"reset_running_requests": reset_running_requests, "reset_external": reset_external}
+        for name in (name for name, is_set in given.items() if is_set):
+            raise ApiError(400, f"{name}: is not supported by this server; leave it out", param=name)
         return await _done(request, frontend.client.reset_prefix_cache)
 
     return router

@@ -120,7 +120,7 @@ class FrontendOptions:
     lora_modules: Mapping[str, str] = field(default_factory=dict)
     """Names and paths of the adapters that the engines start with."""
     max_loras: int = InferenceConfig.max_loras
-    """Most adapters that the engines have at once."""
+    """Maximum number of adapters that the engines have at once."""
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Of fields that a request does not have, as from ``generation_config.sampling_defaults``."""
 

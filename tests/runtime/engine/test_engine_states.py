@@ -1,12 +1,12 @@
 """Engines over a model with recurrent layers: what they refuse, and the memory and the reset of the states.
 
-`test_engine_bits` has evictions, suspensions and chunks of such a model, `test_engine_snapshots` its prefix cache.
+`test_engine_bits` has evictions, suspensions and chunks of such a model, `test_engine_snapshots` its prefix cache, and
+`test_recurrent_adapters` its adapters.
 """
 
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from engine_support.recurrent import DELTA, MAMBA, state_bytes
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.errors import CheckpointError, ConfigurationError
+from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.tokenizer import Tokenizer
@@ -60,11 +60,6 @@ def test_speculation_is_refused(model: Decoder, byte_tokenizer: Tokenizer) -> No
     with pytest.raises(ConfigurationError, match=r"num_speculative_tokens=3: llama has recurrent .* set 0") as error:
         make_engine(model, byte_tokenizer, num_speculative_tokens=3)
     assert error.value.field == "num_speculative_tokens"
-
-
-def test_adapters_are_refused(model: Decoder, byte_tokenizer: Tokenizer, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="adapters are not supported on llama, which has recurrent layers; merge"):
-        make_engine(model, byte_tokenizer).adapters.load("it", tmp_path)
 
 
 def test_the_states_are_a_part_of_the_pool(

@@ -77,6 +77,98 @@ def test_objects_have_the_listed_properties_only(
     assert not matches(grammar, json.dumps(refused))
 
 
+NAME: dict[str, Any] = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+TEXT = {"type": "string"}
+EITHER = {"type": "object", "properties": {"a": TEXT, "b": TEXT}}
+REFERRED: dict[str, Any] = {"$defs": {"C": CITY}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "accepted", "refused"),
+    [
+        ({**EITHER, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": "x"}, {"b": "y"}], [{}]),
+        (
+            {**EITHER, "anyOf": [{"properties": {"a": {"const": "x"}}, "required": ["a"]}, {"required": ["b"]}]},
+            [{"a": "x"}, {"a": "y", "b": "y"}],
+            [{"a": "y"}],
+        ),
+        ({"allOf": [CITY, {"description": "d"}]}, [{"city": "x"}], [{}]),
+        ({"allOf": [CITY, NAME]}, [{"city": "x", "name": "y"}], [{"city": "x"}, {"city": 1, "name": "y"}]),
+        ({**NAME, "$ref": "#/$defs/C", **REFERRED}, [{"name": "y", "city": "x"}], [{"name": "y"}]),
+        ({"$ref": "#/$defs/C", "properties": {}, "description": "d", **REFERRED}, [{"city": "x"}], [{}]),
+        ({**NAME, "anyOf": [CITY, {"properties": {"at": TEXT}}]}, [{"name": "y"}, {"name": "y", "city": "x"}], [{}]),
+        ({"anyOf": [CITY, NAME]}, [{"city": "x"}, {"name": "y"}], [{"city": "x", "name": "y"}]),
+    ],
+)
+def test_an_object_has_the_properties_that_the_schemas_for_it_list(
+    matches: Any, schema: dict[str, Any], accepted: list[Any], refused: list[Any]
+) -> None:
+    """By itself, as a property beside others, and as the arguments of a function."""
+    definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
+    inner = {"type": "object", "properties": {"q": TEXT, "in": schema}, "required": ["in"], **definitions}
+    for grammar, written in (
+        (json_schema_grammar(schema), json.dumps),
+        (json_schema_grammar(inner), lambda value: json.dumps({"in": value})),
+        (calls_grammar(HERMES, {"f": schema}), call),
+    ):
+        for value in accepted:
+            assert matches(grammar, written(value)), value
+        for value in [*refused, *({**value, "more": 1} for value in accepted)]:
+            assert not matches(grammar, written(value)), value
+    assert not matches(json_schema_grammar(inner), json.dumps({"in": accepted[0], "more": 1}))
+
+
+@pytest.mark.parametrize(
+    ("schema", "accepted"),
+    [
+        ({**NAME, "allOf": [{"additionalProperties": True}]}, {"name": "x", "more": 1}),
+        ({**NAME, "allOf": [{"patternProperties": {"^x": {}}}]}, {"name": "x", "x": 1}),
+        # Both schemas of the property apply.
+        (
+            {"properties": {"at": CITY}, "allOf": [{"properties": {"at": NAME}}]},
+            {"at": {"city": "x", "name": "y"}},
+        ),
+        (
+            {"items": CITY, "allOf": [{"items": {"$ref": "#/$defs/N"}}], "$defs": {"N": NAME}},
+            [{"city": "x", "name": "y"}],
+        ),
+    ],
+)
+def test_schemas_that_can_not_be_closed_together_stay_open(matches: Any, schema: dict[str, Any], accepted: Any) -> None:
+    assert matches(json_schema_grammar(schema), json.dumps(accepted))
+
+
+def test_a_schema_that_refers_to_itself_is_closed(matches: Any) -> None:
+    node = {"type": "object", "properties": {"v": TEXT, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}}
+    grammar = json_schema_grammar(node)
+    assert matches(grammar, json.dumps({"v": "x", "next": {"v": "y", "next": None}}))
+    assert not matches(grammar, json.dumps({"v": "x", "next": {"v": "y", "more": 1}}))
+    loop = {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}}}
+    assert prepared_schema(loop) == loop
+
+
+CHAIN = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}], "properties": {f"p{i}": {}}} for i in range(900)}
+LARGE = {"large": {"properties": {f"p{i}": {} for i in range(900)}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/d0", "$defs": CHAIN},
+        {"properties": {f"q{i}": {"allOf": [{"$ref": "#/$defs/large"}]} for i in range(900)}, "$defs": LARGE},
+    ],
+)
+def test_a_schema_of_very_many_combinations_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="combines too many schemas"):
+        json_schema_grammar(schema)
+
+
+def test_a_required_parameter_that_is_not_listed_is_refused_with_its_function() -> None:
+    for parameters in ({"type": "object", "required": ["q"]}, {**CITY, "required": ["city", "q"]}):
+        with pytest.raises(InvalidRequestError, match=r"parameters of 'f': 'required' names 'q'.* add it there"):
+            calls_grammar(HERMES, {"f": parameters})
+
+
 def test_schemas_that_apply_together_do_not_exclude_each_others_properties(matches: Any) -> None:
     named = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
     for schema in ({"allOf": [CITY, named]}, {**named, "$ref": "#/$defs/C", "$defs": {"C": CITY}}):

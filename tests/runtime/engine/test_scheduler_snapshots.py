@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from engine_support import prefixes
 from engine_support.prefixes import RandomPrefixes, sequence_of, starts_of
-from engine_support.scheduling import run_pass
+from engine_support.scheduling import Passes, run_pass
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
@@ -50,6 +50,7 @@ class RandomSnapshots(RandomPrefixes):
         num_hashes=st.sampled_from([None, 3]),
         paused_blocks=st.integers(0, 8),
         snapshots=st.integers(1, 6),
+        passes=st.integers(1, 4),
     )
     def begin(self, **limits: Any) -> None:
         self.start(**limits)
@@ -120,6 +121,14 @@ def test_requests_wait_for_a_snapshot_that_another_one_will_leave_and_for_nothin
         scheduler.add(sequence_of(request_id, prompt, 5))
     passes = [starts_of(run_pass(scheduler)[0]) for _ in range(3)]
     assert passes == [{0: 0}, {0: 20}, {0: 28, 1: 28, 2: 0, 3: 0}]
+
+
+def test_a_pass_in_flight_is_settled_before_the_next_one_changes_the_states_of_its_snapshot() -> None:
+    scheduler = scheduler_of(passes=2)
+    for token in range(2):
+        scheduler.add(sequence_of(token, [token] * 9, 2))
+    passes = Passes(scheduler)
+    assert [starts_of(passes.run()[0]) for _ in range(4)] == [{0: 0}, {1: 0}, {0: 8}, {1: 8}]
 
 
 def test_the_least_recently_used_snapshot_makes_room_for_another() -> None:

@@ -19,7 +19,7 @@ from megatron_runtime.data_parallel_inference_coordinator.routing import PrefixT
 from megatron_runtime.errors import ConfigurationError, CoordinatorError
 from megatron_runtime.headers import EngineState
 from megatron_runtime.inference_client import InferenceClient
-from megatron_runtime.launch.options import coordinator_policy
+from megatron_runtime.launch.routing_policy import coordinator_policy
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.items import EngineLoad
 

@@ -34,6 +34,7 @@ from megatron_runtime.model.quantized.linear import QuantizedLinear
 from megatron_runtime.model.refit import offload_weights, restore_weights
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.layout import ParallelSizes, RankPosition
+from megatron_runtime.parallel.single_rank import SingleRank
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -121,6 +122,13 @@ def save(tmp_path: Path, save_model: Any) -> Any:
     return write
 
 
+def part_of(path: Path, sizes: ParallelSizes, rank: int) -> Decoder:
+    """The part of one of several ranks, which can't compute."""
+    ranks = SingleRank()
+    ranks.position = sizes.position(rank)
+    return load_model(path, dtype="float32", quantized_weights="keep", ranks=ranks)
+
+
 def keep(path: Path, dtype: str = "float32") -> Decoder:
     return load_model(path, dtype=dtype, quantized_weights="keep")
 
@@ -189,6 +197,19 @@ def test_the_plan_of_the_memory_has_the_bytes_in_memory(family: str, tensor: int
     errors = (made - exact).norm(dim=-1) / exact.norm(dim=-1)
     # Where two experts are nearly equal, the rounding may choose the other one.
     assert (errors < 0.03).float().mean() > 0.7
+
+
+@pytest.mark.parametrize(("value_dim", "is_kept"), [(32, True), (24, False)])
+def test_the_plan_knows_what_ranks_keep_of_recurrent_layers(value_dim: int, is_kept: bool, save: Any) -> None:
+    quantize, settings, _ = KEPT["int4, groups of 32"]
+    mamba = {"mamba_num_heads": 4, "mamba_head_dim": value_dim, "ssm_state_size": 16, "n_groups": 2}
+    path = save(quantize, settings, "NemotronH", layers_block_type=["mamba", "attention"], **mamba).quantized
+    parts = [part_of(path, ParallelSizes(tensor=2), rank) for rank in range(2)]
+    assert [isinstance(part.layers[0].mixer.output, QuantizedLinear) for part in parts] == [is_kept] * 2
+    matrices = [matrix for part in parts for linear in quantized_linears(part) for matrix in linear.matrices]
+    matrices += [part.embedding.quantized for part in parts]
+    kept = kept_weights(parts[0].shard, inspect_checkpoint(path).source)
+    assert kept.parameters == sum(matrix.rows * matrix.columns for matrix in matrices)
 
 
 @pytest.mark.parametrize("name", ["int4, groups of 32", "awq"])

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from runtime_support.adapters import LINEAR, merged, write_adapter
-from runtime_support.family_models import SIZES
+from runtime_support.family_models import NEMOTRON_H, QWEN_3_NEXT, SIZES
 from runtime_support.model_scenarios import adapt
 from runtime_support.rank_processes import run_ranks
 from runtime_support.reference_models import CLOSE, logits_of, new_model
+from safetensors.torch import load_file, save_file
 from suite_support.worker import free_port
 
 from megatron_runtime.errors import CheckpointError
@@ -23,6 +24,7 @@ from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.refit import offload_weights, restore_weights, update_weights
 from megatron_runtime.parallel.layout import ParallelSizes
 
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "llama": ("Llama", {}, LINEAR),
     "attention alone": ("Llama", {"attention_bias": True, "mlp_bias": True}, ("q_proj", "v_proj")),
@@ -34,7 +36,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "attention beside experts": (
         "Qwen3Moe",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8},
-        ("q_proj", "k_proj", "v_proj", "o_proj"),
+        ATTENTION,
+    ),
+    "gated delta layers": ("Qwen3Next", QWEN_3_NEXT, (*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj")),
+    "gated delta layers without experts": (
+        "Qwen3Next",
+        QWEN_3_NEXT | {"mlp_only_layers": [0, 1, 2]},
+        (*LINEAR, "in_proj_qkvz", "in_proj_ba", "out_proj"),
+    ),
+    "mamba layers": ("NemotronH", NEMOTRON_H, (*ATTENTION, "in_proj", "out_proj")),
+    "mamba layers without experts": (
+        "NemotronH",
+        NEMOTRON_H | {"layers_block_type": ["mamba", "mlp", "attention"], "use_bias": True, "mlp_bias": True},
+        (*ATTENTION, "in_proj", "out_proj", "up_proj", "down_proj"),
     ),
 }
 TOKENS = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -59,7 +73,7 @@ def paged(paged_requests: Any, decoder: Decoder, **adapters: int) -> Any:
 def test_logits_are_those_of_the_merged_weights(name: str, tmp_path: Path, paged_requests: Any) -> None:
     family, settings, targets = FAMILIES[name]
     model = write_model(tmp_path / "model", family, **settings)
-    folder = write_adapter(tmp_path / "adapter", model, targets=targets)
+    folder = write_adapter(tmp_path / "adapter", model, targets=targets, std=0.1)
     decoder = load_model(tmp_path / "model", dtype="float32")
     load_adapter(decoder, 0, folder, max_rank=64)
     expected = logits_of(merged(model, folder), TOKENS)
@@ -91,12 +105,17 @@ def test_the_fields_of_the_configuration_are_those_of_peft(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_bits_of_a_request_do_not_depend_on_the_others(dtype: str, tmp_path: Path, paged_requests: Any) -> None:
-    model = write_model(tmp_path / "model")
+@pytest.mark.parametrize("name", ["llama", "gated delta layers", "mamba layers without experts"])
+def test_the_bits_of_a_request_do_not_depend_on_the_others(
+    name: str, dtype: str, tmp_path: Path, paged_requests: Any
+) -> None:
+    family, settings, targets = FAMILIES[name]
+    model = write_model(tmp_path / "model", family, **settings)
     decoder = load_model(tmp_path / "model", dtype=dtype)
     plain = paged(paged_requests, decoder).forward({"it": TOKENS})["it"]
     for slot, rank in enumerate((3, 8, 1)):
-        load_adapter(decoder, slot, write_adapter(tmp_path / str(slot), model, rank=rank, seed=slot), max_rank=8)
+        folder = write_adapter(tmp_path / str(slot), model, targets=targets, rank=rank, seed=slot)
+        load_adapter(decoder, slot, folder, max_rank=8)
     adapters = {f"with {slot}": slot for slot in range(3)}
     alone = {name: token_by_token(paged(paged_requests, decoder, it=slot)) for name, slot in adapters.items()}
     together = paged(paged_requests, decoder, **adapters).forward(dict.fromkeys(["without", *adapters], TOKENS))
@@ -125,6 +144,25 @@ def test_adapters_of_different_modules_share_a_batch(
         torch.testing.assert_close(together[name], logits_of(merged(model, folder), TOKENS), **CLOSE)
 
 
+@pytest.mark.parametrize("start", ["model", "backbone"])
+def test_modules_have_the_names_of_transformers_or_those_of_the_checkpoint(
+    start: str, tmp_path: Path, paged_requests: Any
+) -> None:
+    """Nemotron-H's differ; ranks and factors apply to the names in the adapter."""
+    family, settings, _ = FAMILIES["mamba layers"]
+    model = write_model(tmp_path / "model", family, **settings)
+    fields = {"rank_pattern": {"model.layers.0.mixer.in_proj": 7}, "alpha_pattern": {"model.layers.0.mixer.in_proj": 2}}
+    folder = write_adapter(tmp_path / "adapter", model, targets=["in_proj", "o_proj"], **fields)
+    expected = logits_of(merged(model, folder), TOKENS)
+    tensors, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    renamed = {name.replace("model.layers", f"{start}.layers"): each for name, each in load_file(tensors).items()}
+    save_file(renamed, tensors)
+    config.write_text(config.read_text().replace("model.layers", f"{start}.layers"))
+    decoder = load_model(tmp_path / "model", dtype="float32")
+    load_adapter(decoder, 0, folder, max_rank=64)
+    torch.testing.assert_close(paged(paged_requests, decoder, it=0).forward({"it": TOKENS})["it"], expected, **CLOSE)
+
+
 def token_by_token(requests: Any) -> torch.Tensor:
     return torch.cat([requests.forward({"it": [token]})["it"] for token in TOKENS])
 
@@ -134,6 +172,9 @@ def token_by_token(requests: Any) -> torch.Tensor:
     [
         ("llama", ParallelSizes(tensor=2)),
         ("llama", ParallelSizes(tensor=2, pipeline=2)),
+        ("gated delta layers", ParallelSizes(tensor=2)),
+        ("mamba layers", ParallelSizes(tensor=2)),
+        ("mamba layers", ParallelSizes(pipeline=2)),
         ("fused projections", ParallelSizes(tensor=2)),
         ("transposed matrices", ParallelSizes(tensor=2)),
     ],
@@ -157,14 +198,16 @@ def test_ranks_divide_an_adapter_as_the_weights(family: str, sizes: ParallelSize
         assert "is damaged" in each["complaint"], "all ranks refuse what one can't read"
 
 
-def test_adapters_outlive_other_weights_and_a_suspension(tmp_path: Path, paged_requests: Any) -> None:
-    model = write_model(tmp_path / "model")
-    other = write_model(tmp_path / "other")
+@pytest.mark.parametrize("name", ["llama", "mamba layers without experts"])
+def test_adapters_outlive_other_weights_and_a_suspension(name: str, tmp_path: Path, paged_requests: Any) -> None:
+    family, settings, targets = FAMILIES[name]
+    model = write_model(tmp_path / "model", family, **settings)
+    other = write_model(tmp_path / "other", family, **settings)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.1)
     other.save_pretrained(tmp_path / "other")
-    folder = write_adapter(tmp_path / "adapter", model)
+    folder = write_adapter(tmp_path / "adapter", model, targets=targets, std=0.1)
     decoder = load_model(tmp_path / "model", dtype="float32")
     load_adapter(decoder, 0, folder, max_rank=64)
     update_weights(decoder, tmp_path / "other")
@@ -225,6 +268,11 @@ def test_unsupported_fields_are_refused_by_name(field: str, tmp_path: Path) -> N
         ("Llama", {}, "lm_head", "the head"),
         ("Mixtral", {"num_local_experts": 2}, "gate", "experts"),
         ("DeepseekV3", {"first_k_dense_replace": 3}, "kv_b_proj", "latent attention"),
+        ("Qwen3Next", QWEN_3_NEXT, "conv1d", "convolutions"),
+        ("Qwen3Next", QWEN_3_NEXT, "gate_proj", "experts"),
+        ("NemotronH", NEMOTRON_H, "conv1d", "convolutions"),
+        ("NemotronH", NEMOTRON_H, "up_proj", "experts"),
+        ("NemotronH", NEMOTRON_H, "embeddings", "the embedding"),
     ],
 )
 def test_modules_that_can_t_be_adapted_are_refused_with_the_reason(

@@ -23,6 +23,8 @@ from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.recurrence import ScanInputs, gated_group_norm
 from megatron_runtime.model.recurrent_config import Mamba2Config
+from megatron_runtime.model.shard import Shard
+from megatron_runtime.parallel.layout import ParallelSizes, RankPosition
 
 SIZES = Mamba2Config(frozenset({0}), key_heads=2, value_heads=6, key_dim=12, value_dim=10, taps=4)
 LIMITS = [(0.0, math.inf), (0.3, 2.0)]
@@ -137,6 +139,20 @@ def test_a_layer_has_the_cache_of_its_mixer() -> None:
     cache = KVCache(config, 5, 4, torch.float32, num_states=3)
     shapes = [tuple(tuple(array.shape) for array in cache.layer(layer)) for layer in range(4)]
     assert shapes == [((3, 3, SIZES.channels), (3, 6, 12, 10)), (), ((5, 2, 4, 8), (5, 2, 4, 8)), ()]
+
+
+def test_a_stage_has_the_caches_of_its_own_layers() -> None:
+    stages = [Shard(model_config(), RankPosition(ParallelSizes(pipeline=2), rank)) for rank in range(2)]
+    whole, first, last = (
+        KVCache(config, 5, 4, torch.float32, num_states=3)
+        for config in (model_config(), *(stage.cache_config for stage in stages))
+    )
+    assert [cache.layout.num_layers for cache in (first, last)] == [0, 1]
+    assert first.num_bytes == 3 * SIZES.state_bytes == whole.num_bytes - last.num_bytes
+    assert [len(cache.layer(layer)) for cache in (first, last) for layer in range(2)] == [2, 0, 2, 0]
+    for stage in stages:
+        layout = attention_kind(stage.largest_cache_config).cache_layout
+        assert (layout.num_layers, layout.state_bytes) == (1, SIZES.state_bytes)
 
 
 @pytest.mark.parametrize(

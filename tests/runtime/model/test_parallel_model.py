@@ -13,6 +13,7 @@ import torch
 from runtime_support import model_scenarios
 from runtime_support.model_scenarios import Answers
 from runtime_support.rank_processes import run_ranks
+from runtime_support.reference_models import assert_most_likely
 from safetensors.torch import load_file, save_file
 from suite_support.repetition import repeated
 from suite_support.worker import free_port
@@ -65,6 +66,38 @@ LLAMA_4 = {
     "floor_scale": 4,
 }
 GPT_OSS = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6, "swiglu_limit": 0.5}
+QWEN_3_NEXT = (
+    EXPERTS
+    | SHARED
+    | {
+        "std": 0.1,
+        "moe_intermediate_size": 20,
+        "head_dim": 8,
+        "partial_rotary_factor": 0.5,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+    }
+)
+NEMOTRON_H = {
+    "layers_block_type": ["mamba", "mlp", "attention", "moe"],
+    "head_dim": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 5,
+    "ssm_state_size": 6,
+    "n_groups": 4,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 20,
+    "moe_shared_expert_intermediate_size": 37,
+}
+WITHOUT_EXPERTS = {
+    "layers_block_type": ["mamba", "mlp", "attention", "mamba", "mlp"],
+    "use_bias": True,
+    "mlp_bias": True,
+    "n_groups": 2,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama with a tied head and biases": (
@@ -100,48 +133,72 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOss", GPT_OSS),
     "deepseek v3": ("DeepseekV3", DEEPSEEK_V3),
     "deepseek v2": ("DeepseekV2", DEEPSEEK_V2 | NARROW),
+    "qwen3-next": ("Qwen3Next", QWEN_3_NEXT),
+    "nemotron-h": ("NemotronH", NEMOTRON_H),
+    "nemotron-h without experts": ("NemotronH", NEMOTRON_H | WITHOUT_EXPERTS),
 }
 WITH_SHARED_EXPERTS = ["qwen2 with experts", "glm 4.5", "deepseek v3"]
 WITH_OTHER_EXPERTS = ["minimax m2", "llama 4", "gpt-oss"]
 MIXTURES = ["mixtral", "qwen3 with experts", "olmoe", *WITH_SHARED_EXPERTS]
+RECURRENT_MIXTURES = ["qwen3-next", "nemotron-h"]
+RECURRENT = [*RECURRENT_MIXTURES, "nemotron-h without experts"]
+"""Of nemotron-h, the first one of two stages has no attention, and the last one no recurrent layer."""
 LAYOUTS: dict[str, tuple[ParallelSizes, list[str]]] = {
     "tensor 2": (ParallelSizes(tensor=2), list(MODELS)),
     "tensor 4, which share key heads": (
         ParallelSizes(tensor=4),
-        ["llama", "olmo2", "gpt2", "phi3", "deepseek v2", "cohere", "gpt-oss"],
+        ["llama", "olmo2", "gpt2", "phi3", "deepseek v2", "cohere", "gpt-oss", *RECURRENT_MIXTURES],
     ),
-    "pipeline 2": (ParallelSizes(pipeline=2), ["llama with a tied head and biases", "gpt2", "gemma3", *MIXTURES]),
+    "pipeline 2": (
+        ParallelSizes(pipeline=2),
+        ["llama with a tied head and biases", "gpt2", "gemma3", *MIXTURES, *RECURRENT],
+    ),
     "pipeline 2, uneven": (ParallelSizes(pipeline=2, stage_layers=(1, 2)), ["llama", "smollm3", "gemma2"]),
     "pipeline 3": (ParallelSizes(pipeline=3), ["llama with a tied head and biases", "granite"]),
     "tensor 2, pipeline 2": (
         ParallelSizes(tensor=2, pipeline=2),
-        ["llama", "gpt2 with a head of its own", "olmoe", *WITH_SHARED_EXPERTS],
+        ["llama", "gpt2 with a head of its own", "olmoe", *WITH_SHARED_EXPERTS, *RECURRENT],
     ),
-    "expert 2": (ParallelSizes(tensor=2, expert=2), [*MIXTURES, "qwen3 with experts in some layers"]),
+    "expert 2": (
+        ParallelSizes(tensor=2, expert=2),
+        [*MIXTURES, "qwen3 with experts in some layers", *RECURRENT_MIXTURES],
+    ),
     "expert 2 of 4": (ParallelSizes(tensor=4, expert=2), [*MIXTURES, *WITH_OTHER_EXPERTS]),
     "expert 4": (ParallelSizes(tensor=4, expert=4), MIXTURES),
-    "expert 4, tensor 1": (ParallelSizes(expert=4), [*MIXTURES, "qwen3 with experts in some layers"]),
+    "expert 4, tensor 1": (
+        ParallelSizes(expert=4),
+        [*MIXTURES, "qwen3 with experts in some layers", *RECURRENT_MIXTURES],
+    ),
     "expert 4, tensor 2": (ParallelSizes(tensor=2, expert=4), MIXTURES),
     "expert 8, tensor 1": (ParallelSizes(expert=8), ["glm 4.5", "deepseek v3"]),
-    "expert 2, tensor 1, pipeline 2": (ParallelSizes(pipeline=2, expert=2), [*WITH_SHARED_EXPERTS, "mixtral"]),
+    "expert 2, tensor 1, pipeline 2": (
+        ParallelSizes(pipeline=2, expert=2),
+        [*WITH_SHARED_EXPERTS, "mixtral", *RECURRENT_MIXTURES],
+    ),
     "expert 4, tensor 2, pipeline 2": (ParallelSizes(tensor=2, pipeline=2, expert=4), WITH_SHARED_EXPERTS),
 }
 LONG, SHORT = repeated(24, 64), 4
 """Steps of the first model of a layout and of those with shared experts, and of the others."""
+OF_RECURRENT = 64
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory, save_model: Callable[..., Any]) -> Callable[[str], Path]:
-    """The checkpoint of a model in MODELS."""
+def saved(tmp_path_factory: pytest.TempPathFactory, save_model: Callable[..., Any]) -> Callable[[str], Any]:
+    """A model in MODELS, of transformers, and its checkpoint."""
 
     @cache
-    def folder(name: str) -> Path:
+    def save(name: str) -> tuple[Any, Path]:
         family, settings = MODELS[name]
         path = tmp_path_factory.mktemp("models") / name.replace(" ", "-")
-        save_model(path, family, **(SIZES | settings))
-        return path
+        return save_model(path, family, **(SIZES | settings)), path
 
-    return folder
+    return save
+
+
+@pytest.fixture(scope="module")
+def folders(saved: Callable[[str], Any]) -> Callable[[str], Path]:
+    """The checkpoint of a model in MODELS."""
+    return lambda name: saved(name)[1]
 
 
 @pytest.fixture(scope="module")
@@ -159,17 +216,33 @@ def assert_same(answers: list[Answers], expected: Answers, sizes: ParallelSizes,
             assert answer.logits is None
 
 
+def steps_of(name: str, names: list[str]) -> int:
+    if name in RECURRENT:
+        return OF_RECURRENT
+    return LONG if name in (names[0], *WITH_SHARED_EXPERTS) else SHORT
+
+
 @pytest.mark.repetition
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_that_share_a_model_answer_as_one_rank_does(
     layout: str, folders: Callable[[str], Path], alone: Callable[[str, int], Answers]
 ) -> None:
     sizes, names = LAYOUTS[layout]
-    steps = [LONG if name in (names[0], *WITH_SHARED_EXPERTS) else SHORT for name in names]
+    steps = [steps_of(name, names) for name in names]
     models = list(zip(map(folders, names), steps, strict=True))
     answers = run_ranks(model_scenarios.answer_all, sizes.ranks_per_replica_group, sizes, free_port(), models)
     for index, name in enumerate(names):
         assert_same([answer[index] for answer in answers], alone(name, steps[index]), sizes, steps[index])
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_one_rank_with_recurrent_layers_answers_as_transformers_does(
+    name: str, saved: Callable[[str], Any], alone: Callable[[str, int], Answers]
+) -> None:
+    made = alone(name, OF_RECURRENT).tokens
+    for key, prompt in model_scenarios.PROMPTS.items():
+        assert len(made[key]) == OF_RECURRENT
+        assert_most_likely(saved(name)[0], prompt, made[key])
 
 
 @pytest.mark.parametrize("sizes", [ParallelSizes(expert=2), ParallelSizes(tensor=2, expert=4)], ids=str)
@@ -198,6 +271,24 @@ def test_ranks_with_copies_of_the_dense_layers_load_new_weights(tmp_path: Path, 
     assert ["lm_head.weight" in heard["shapes"] for heard in said] == [True, False]
     assert [heard["shapes"]["model.layers.0.mlp.up_proj.weight"] for heard in said] == [(81, 64)] * 2
     assert ["model.layers.1.mlp.experts.7.up_proj.weight" in heard["shapes"] for heard in said] == [False, True]
+
+
+def test_ranks_load_their_parts_of_recurrent_layers_anew(tmp_path: Path, save_model: Callable[..., Any]) -> None:
+    family, settings = MODELS["nemotron-h without experts"]
+    for number, std in enumerate((0.2, 0.5)):
+        save_model(tmp_path / str(number), family, std=std, **(SIZES | settings))
+    paths = [tmp_path / name for name in ("0", "1", "nowhere")]
+    old, new = (model_scenarios.answer(path, steps=SHORT) for path in paths[:2])
+    sizes = ParallelSizes(tensor=2)
+    said = run_ranks(model_scenarios.renew, 2, sizes, free_port(), *paths)
+    for name in ("from files", "after a complaint", "brought back"):
+        assert_same([heard[name] for heard in said], new, sizes, SHORT)
+    assert_same([heard["by name"] for heard in said], old, sizes, SHORT)
+    # 8 heads of 5 channels on 2 groups with states of 6 channels.
+    shapes = {name.removeprefix("backbone.layers.0.mixer."): shape for name, shape in said[0]["shapes"].items()}
+    assert (shapes["A_log"], shapes["norm.weight"], shapes["conv1d.weight"]) == ((4,), (20,), (20 + 2 * 6, 1, 4))
+    assert (shapes["in_proj.weight"], shapes["out_proj.weight"]) == ((20 + 32 + 4, 64), (64, 20))
+    assert ["backbone.layers.0.mixer.out_proj.bias" in heard["shapes"] for heard in said] == [True, False]
 
 
 def test_every_format_can_be_shared(

@@ -150,12 +150,20 @@ def model_config(**changes: Any) -> ModelConfig:
     return mixed_config(num_layers=3, recurrent=replace(SIZES, **changes))
 
 
-@pytest.mark.parametrize("name", ["tensor", "pipeline", "expert"])
-def test_ranks_do_not_divide_recurrent_layers(name: str) -> None:
-    sizes = ParallelSizes(**{name: 2})
-    with pytest.raises(ConfigurationError, match=f"{name} parallel size is 2, but .* recurrent layers.*use 1") as error:
-        Shard(model_config(), RankPosition(sizes))
-    assert error.value.field == name
+def test_ranks_divide_key_heads_with_their_value_heads() -> None:
+    shards = [Shard(model_config(), RankPosition(ParallelSizes(tensor=2), rank)) for rank in range(2)]
+    assert [shard.recurrent_key_heads(SIZES) for shard in shards] == [range(1), range(1, 2)]
+    assert [shard.recurrent_value_heads(SIZES) for shard in shards] == [range(3), range(3, 6)]
+    for shard in shards:
+        layout = attention_kind(shard.cache_config).cache_layout
+        assert (layout.num_layers, layout.state_bytes) == (1, SIZES.state_bytes // 2)
+
+
+def test_more_ranks_than_key_heads_are_refused() -> None:
+    words = r"size is 2, .* 2 key/value heads, 1 key heads \(groups\) in recurrent layers, .*; use one of 1$"
+    with pytest.raises(ConfigurationError, match=words) as error:
+        Shard(model_config(key_heads=1), RankPosition(ParallelSizes(tensor=2)))
+    assert error.value.field == "tensor"
 
 
 def test_only_layers_with_attention_have_blocks() -> None:

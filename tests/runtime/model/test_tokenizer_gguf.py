@@ -17,7 +17,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import load_tokenizer
 from megatron_runtime.model.tokenizer.byte_level_bpe import PRE_TOKENIZERS, byte_level_bpe
-from megatron_runtime.model.tokenizer.end_tokens import named_ends
+from megatron_runtime.model.tokenizer.end_tokens import END_TEXTS, named_ends
 
 MIXED = (Path(__file__).parents[1] / "data" / "mixed.txt").read_bytes().decode("utf-8")
 CONTROL = ["<|end|>", "<|begin|>", "<|turn|>", "<|endoftext|>"]
@@ -83,6 +83,7 @@ def test_each_kind_cuts_the_mixed_text_as_transformers_does(pre: str, tmp_path: 
     [
         ("gpt-4o", ["ITS", " Hello", "World", " don't", " ", "123", "45", "!/Ċ", " ", " x"]),
         ("llama-bpe", ["ITS", " HelloWorld", " don", "'t", " ", "123", "45", "!/Ċ", " ", " x"]),
+        ("pixtral", ["ITS", " HelloWorld", " don", "'t", " ", "123", "45", "!/Ċ", " ", " x"]),
         ("glm4", ["ITS", " HelloWorld", " don", "'t", " ", "123", "45", "!/Ċ", " ", " x"]),
         ("seed-coder", ["ITS", " HelloWorld", " don", "'t", " ", *"12345", "!/", "Ċ", " ", " x"]),
         ("command-r", ["ITS", " HelloWorld", " don", "'t", " ", *"12345", "!/", "Ċ ", " x"]),
@@ -151,7 +152,7 @@ def write_sentencepiece(
 
 
 @pytest.mark.parametrize("kind", [TokenType.CONTROL, TokenType.NORMAL, TokenType.USER_DEFINED])
-@pytest.mark.parametrize("text", ["<end_of_turn>", "<|im_end|>", "<|eot_id|>", "<｜end▁of▁sentence｜>"])
+@pytest.mark.parametrize("text", sorted(END_TEXTS - {"</s>"}))
 def test_an_end_of_generation_is_recognized_by_its_text(kind: TokenType, text: str, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_sentencepiece(tmp_path / "model.gguf", last=text, kind=kind))
     last = tokenizer.vocab_size - 1
@@ -162,9 +163,22 @@ def test_an_end_of_generation_is_recognized_by_its_text(kind: TokenType, text: s
 
 
 def test_the_end_of_a_message_does_not_end_the_generation_of_harmony() -> None:
-    ends_of_phi = named_ends({"<|end|>": 5, "a": 1, "<|endoftext|>": 3})
+    ends_of_phi = named_ends({"<|end|>": 5, "a": 1, "<|endoftext|>": 3}, [])
     assert ends_of_phi == [3, 5]
-    assert named_ends({"<|end|>": 5, "<|return|>": 2, "<|call|>": 7}) == [2, 7]
+    assert named_ends({"<|end|>": 5, "<|return|>": 2, "<|call|>": 7}, []) == [2, 7]
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(TokenType.CONTROL, {0, 2, 3}), (TokenType.NORMAL, {0, 3})])
+def test_the_end_of_struck_text_in_html_ends_no_generation(kind: TokenType, expected: set[int], tmp_path: Path) -> None:
+    """``</s>`` is the end of a document if it is a control token, and may be an ordinary one."""
+
+    def change(writer: GGUFWriter) -> None:
+        tokens, _ = train_bytes()
+        ends(writer)
+        writer.add_token_list([*tokens[:2], "</s>", *tokens[3:]])
+        writer.add_token_types([TokenType.CONTROL, TokenType.CONTROL, kind, *[TokenType.NORMAL] * (len(tokens) - 3)])
+
+    assert load_tokenizer(write(tmp_path / "model.gguf", change)).eos_token_ids == expected
 
 
 def test_missing_merges_of_a_sentencepiece_file_follow_from_its_scores(tmp_path: Path) -> None:

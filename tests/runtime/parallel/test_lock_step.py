@@ -45,6 +45,13 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("latent"), has_latent_attention=True)
 
 
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two with recurrent layers and experts. Of four layers of "mamba", the first stage has no attention."""
+    folder = tmp_path_factory.mktemp("recurrent")
+    return {kind: write_tiny_checkpoint(folder / kind, recurrent=kind, layers=4) for kind in ("delta", "mamba")}
+
+
 @cache
 def alone(path: Path) -> list[Any]:
     """The answers of one rank."""
@@ -80,6 +87,22 @@ def test_expert_parallel_ranks_give_the_answers_of_one(mixture: Path, sizes: Par
 @pytest.mark.parametrize(("sizes", "mode"), [(TENSOR, "offload"), (BOTH, "recompute")], ids=str)
 def test_ranks_that_cache_latents_answer_as_one_does(latent: Path, sizes: ParallelSizes, mode: str) -> None:
     assert_same_as_alone(latent, sizes, mode)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "mode"),
+    [
+        ("delta", PIPELINE, "persist"),
+        ("delta", EXPERT_2, "offload"),
+        ("mamba", TENSOR, "recompute"),
+        ("mamba", BOTH, "offload"),
+    ],
+    ids=str,
+)
+def test_ranks_with_recurrent_states_answer_as_one_does(
+    recurrent: dict[str, Path], kind: str, sizes: ParallelSizes, mode: str
+) -> None:
+    assert_same_as_alone(recurrent[kind], sizes, mode)
 
 
 @pytest.mark.parametrize(("sizes", "mode"), [(TENSOR, "offload"), (EXPERT_BESIDE_TENSOR, "recompute")], ids=str)

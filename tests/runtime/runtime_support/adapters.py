@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,31 @@ from safetensors.torch import load_file, save_file
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def write_adapter(
+def write_adapter(folder: Path, model: Any, *, targets: Sequence[str] = LINEAR, **fields: Any) -> Path:
+    """Write an adapter of the linear modules of a model of transformers whose names end with one of ``targets``.
+
+    ``fields`` are the other arguments of `write_adapter_of`.
+    """
+    shapes = {
+        name: tuple(_weight(module).shape)
+        for name, module in model.named_modules()
+        if name.rsplit(".", 1)[-1] in targets and hasattr(module, "weight")
+    }
+    return write_adapter_of(folder, shapes, targets=targets, **fields)
+
+
+def write_adapter_of(
     folder: Path,
-    model: Any,
+    shapes: Mapping[str, tuple[int, ...]],
     *,
-    targets: Sequence[str] = LINEAR,
+    targets: Sequence[str],
     rank: int = 3,
     alpha: float = 5.0,
     seed: int = 0,
     std: float = 0.2,
     **fields: Any,
 ) -> Path:
-    """Write an adapter of the linear modules of a model of transformers whose names end with one of ``targets``."""
+    """Write an adapter of modules whose weights have these shapes; ``fields`` are other fields of its configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA",
@@ -40,12 +53,9 @@ def write_adapter(
     (folder / "adapter_config.json").write_text(json.dumps(config))
     noise = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
-    for name, module in model.named_modules():
-        if name.rsplit(".", 1)[-1] not in targets or not hasattr(module, "weight"):
-            continue
-        ranks = (value for key, value in config.get("rank_pattern", {}).items() if re.search(f"{key}$", name))
-        own, (out, width) = next(ranks, rank), _weight(module).shape
-        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(own, width, generator=noise) * std
+    for name, (out, *width) in shapes.items():
+        own = next((value for key, value in config.get("rank_pattern", {}).items() if re.search(f"{key}$", name)), rank)
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(own, *width, generator=noise) * std
         tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(out, own, generator=noise) * std
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder

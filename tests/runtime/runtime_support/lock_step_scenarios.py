@@ -21,6 +21,7 @@ from megatron_runtime.engine.worker.lock_step import LockStepEngine
 from megatron_runtime.errors import CheckpointError, LockStepError, LostRankError
 from megatron_runtime.guides import lark_grammar, regex_grammar
 from megatron_runtime.inference_request import DynamicInferenceRequest
+from megatron_runtime.model.attention_kind import attention_kind
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.kv_cache import KVCache
@@ -29,7 +30,7 @@ from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.items import AdapterEntry
 
-BLOCK = 4
+BLOCK, MAX_REQUESTS = 4, 4
 STEM = list(range(40, 61))
 PROMPTS: list[Any] = [[*STEM, 1], [*STEM, 2, 3], "as text", [7] * 11, [9], [8, 8], [5]]
 PARAMS = [
@@ -80,14 +81,19 @@ def build(path: Path, ranks: Ranks | None = None, blocks: int = 24, **settings: 
 
 
 def tight(model: Decoder, blocks: int = 24, **settings: Any) -> InferenceConfig:
-    """Small passes and few blocks, so that requests are evicted."""
+    """Small passes and few blocks, so that requests are evicted. A model with states does not draft, and has room for
+    snapshots, because no length is promised.
+    """
     block = KVCache.block_bytes(model.shard.largest_cache_config, BLOCK, model.dtype)
     if (draft := settings.get("speculative_draft_model")) is not None:
         block += KVCache.block_bytes(draft.config, BLOCK, draft.dtype)
+    states = attention_kind(model.shard.largest_cache_config).cache_layout.state_bytes
+    if states:
+        settings |= {"num_speculative_tokens": 0, "max_sequence_length": None}
     return InferenceConfig(
         block_size_tokens=BLOCK,
-        kv_cache_memory_bytes=blocks * block,
-        max_requests=4,
+        kv_cache_memory_bytes=blocks * block + 2 * MAX_REQUESTS * states,
+        max_requests=MAX_REQUESTS,
         max_tokens=16,
         enable_prefix_caching=True,
         **settings,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from runtime_support.byte_backend import END, END_TEXT, byte_backend
@@ -16,6 +17,10 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 
@@ -26,6 +31,7 @@ def write_tiny_checkpoint(
     seed: int = 3,
     experts: int = 0,
     has_latent_attention: bool = False,
+    recurrent: Literal["", "delta", "mamba"] = "",
     marks: Sequence[str] = (),
     chat_template: str | None = None,
     hidden: int = 32,
@@ -35,8 +41,8 @@ def write_tiny_checkpoint(
 ) -> Path:
     """Writes a Hugging Face folder whose random weights make the most likely token unambiguous.
 
-    The model is a Llama; with experts a Mixtral; with latent attention a DeepSeek-V3 without experts. ``marks`` are
-    special tokens in addition to the end token.
+    The model is a Llama; with experts a Mixtral; with latent attention a DeepSeek-V3 without experts; with recurrent
+    layers a Qwen3-Next or a Nemotron-H, both with experts. ``marks`` are special tokens in addition to the end token.
     """
     settings: dict[str, Any] = {
         "vocab_size": END + 1 + len(marks),
@@ -50,7 +56,10 @@ def write_tiny_checkpoint(
         "eos_token_id": END,
     }
     torch.manual_seed(seed)
-    model = _latent_model(settings) if has_latent_attention else _grouped_model(settings, experts)
+    if recurrent:
+        model = _recurrent_model(settings, recurrent)
+    else:
+        model = _latent_model(settings) if has_latent_attention else _grouped_model(settings, experts)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.4 * (32 / hidden) ** 0.5)
@@ -79,3 +88,38 @@ def _latent_model(settings: dict[str, Any]) -> Any:
         first_k_dense_replace=settings["num_hidden_layers"],
     )
     return DeepseekV3ForCausalLM(config)
+
+
+def _recurrent_model(settings: dict[str, Any], kind: Literal["delta", "mamba"]) -> Any:
+    """States are a little smaller than a block of four tokens."""
+    settings |= {"head_dim": settings["hidden_size"] // settings["num_attention_heads"], "moe_intermediate_size": 24}
+    count = settings["num_hidden_layers"]
+    if kind == "mamba":
+        mixers = ["mamba", "moe", "attention", "mamba"]
+        del settings["num_hidden_layers"]
+        mamba = NemotronHConfig(
+            **settings,
+            layers_block_type=list(islice(cycle(mixers), count)),
+            mamba_num_heads=4,
+            mamba_head_dim=4,
+            ssm_state_size=4,
+            n_groups=2,
+            conv_kernel=2,
+            n_routed_experts=4,
+            moe_shared_expert_intermediate_size=24,
+        )
+        return NemotronHForCausalLM(mamba)
+    delta = Qwen3NextConfig(
+        **settings,
+        layer_types=list(islice(cycle(["linear_attention", "full_attention"]), count)),
+        partial_rotary_factor=0.5,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=4,
+        linear_value_head_dim=4,
+        linear_conv_kernel_dim=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        shared_expert_intermediate_size=24,
+    )
+    return Qwen3NextForCausalLM(delta)

@@ -56,11 +56,11 @@ def generated(known: Tokenizer, grammar: str, random: Random) -> str:
         assert len(tokens) < 20_000
 
 
-def answer(parsing: ResponseParsing, text: str) -> dict[str, Any]:
+def answer(parsing: ResponseParsing, text: str, *, is_cut: bool = False) -> dict[str, Any]:
     body, parser = MessageBuilder(parsing), parsing.new_parser()
     for char in text:
         body.add(parser.push(char))
-    body.add(parser.finish())
+    body.add(parser.finish(is_cut=is_cut))
     return body.body()
 
 
@@ -89,3 +89,38 @@ def test_required_calls_match_their_schemas_after_any_thoughts(name: str, has_sp
             names.add(call["function"]["name"])
             jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMAS[call["function"]["name"]])
     assert names == set(SCHEMAS)
+
+
+@pytest.mark.parametrize("name", [name for name in TOOL_FORMATS if name != "openai"])
+def test_a_required_call_that_is_cut_off_anywhere_leaves_no_content(name: str) -> None:
+    known = Tokenizer(byte_backend(), location="here", eod=END)
+    parsing = MessageFormat(known, [name]).parsing(ToolUse(FUNCTIONS, "required"), known.tokenize("</think>"))
+    grammar = parsing.grammar(None)
+    assert grammar is not None
+    text = generated(known, grammar, Random(0))
+    for end in range(min(len(text), 200)):
+        assert not answer(parsing, text[:end], is_cut=True)["content"], text[:end]
+
+
+TEXT = {"type": "string", "maxLength": 3}
+JOINED: list[dict[str, Any]] = [
+    {"properties": {"city": TEXT, "unit": TEXT}, "anyOf": [{"required": ["city"]}, {"required": ["unit"]}]},
+    {"properties": {"city": TEXT, "of": {"allOf": [{"$ref": "#/$defs/U"}, {"description": "d"}]}}, "required": ["of"]},
+    {"allOf": [{"properties": {"city": TEXT}}, {"properties": {"unit": TEXT}, "required": ["unit"]}]},
+]
+
+
+@pytest.mark.parametrize("schema", JOINED)
+def test_no_arguments_are_invented_where_schemas_apply_together(schema: dict[str, Any]) -> None:
+    unit = {"type": "object", "properties": {"unit": TEXT}}
+    function = FunctionDefinition(name="w", parameters={"type": "object", **schema, "$defs": {"U": unit}})
+    known = Tokenizer(byte_backend(), location="here", eod=END)
+    parsing = MessageFormat(known, ["hermes"]).parsing(ToolUse((function,), "required"), [])
+    grammar = parsing.grammar(None)
+    assert grammar is not None
+    for seed in range(20):
+        for call in answer(parsing, generated(known, grammar, Random(seed)))["tool_calls"]:
+            arguments = json.loads(call["function"]["arguments"])
+            jsonschema.validate(arguments, function.parameters)
+            assert arguments.keys() <= {"city", "unit", "of"}
+            assert arguments.get("of", {}).keys() <= {"unit"}

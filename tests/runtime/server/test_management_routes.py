@@ -115,12 +115,32 @@ def test_a_sleeping_service_is_suspended_until_it_wakes_up(shared_pod: Any) -> N
     assert controlled(shared_pod, "POST", "/sleep?level=2").json()["error"]["param"] == "level"
     assert controlled(shared_pod, "POST", "/wake_up").json()["error"]["code"] == "invalid_state"
     try:
-        assert controlled(shared_pod, "POST", "/sleep?level=1").status_code == 200
+        assert controlled(shared_pod, "POST", "/sleep?level=1&mode=keep").status_code == 200
         assert controlled(shared_pod, "GET", "/is_sleeping").json() == {"is_sleeping": True}
     finally:
-        assert controlled(shared_pod, "POST", "/wake_up").status_code == 200
+        assert controlled(shared_pod, "POST", "/wake_up?tags=weights&tags=kv_cache").status_code == 200
     assert controlled(shared_pod, "GET", "/is_sleeping").json() == {"is_sleeping": False}
     assert shared_pod.post("/v1/completions", ASKED).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "param", "remedy"),
+    [
+        ("/sleep?mode=abort", "mode", "use keep, or leave it out"),
+        ("/wake_up?tags=weights", "tags", "leave tags out, or give both weights and kv_cache"),
+        ("/wake_up?tags=kv_cache&tags=scheduling", "tags", "leave tags out"),
+        ("/reset_prefix_cache?reset_running_requests=true", "reset_running_requests", "leave it out"),
+        ("/reset_prefix_cache?reset_external=true", "reset_external", "leave it out"),
+    ],
+)
+def test_a_parameter_of_vllm_without_an_implementation_is_refused(
+    shared_pod: Any, path: str, param: str, remedy: str
+) -> None:
+    refused = controlled(shared_pod, "POST", path)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == param
+    assert remedy in refused.json()["error"]["message"]
+    assert shared_pod.state()["engineState"] == "RUNNING"
 
 
 def test_a_reset_forgets_the_cached_prefixes(shared_pod: Any) -> None:

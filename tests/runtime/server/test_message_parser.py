@@ -199,16 +199,10 @@ SCRAPS = [
 ]
 texts = st.lists(st.sampled_from(SCRAPS) | st.text(max_size=6), max_size=12).map("".join)
 
-CUT_CALLS = {
-    "hermes": '<tool_call>\n{"name": "w", "argu',
-    "llama3_json": '{"name": "w", "para',
-    "mistral": '[TOOL_CALLS][{"name": "w", ',
-    "pythonic": '[w(city="Par',
-    "qwen3_coder": "<tool_call>\n<function=",
-}
+SPLIT_FORMATS = ("hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder")
 
 READERS: dict[str, Callable[[], PartParser]] = {
-    **{name: lambda name=name: calls_parser(name) for name in CUT_CALLS},  # type: ignore[misc]
+    **{name: lambda name=name: calls_parser(name) for name in SPLIT_FORMATS},  # type: ignore[misc]
     "thinking": lambda: ReasoningParser(in_reasoning=True),
     "both": lambda: MessageParser(ReasoningParser(in_reasoning=False), HERMES.parser({}), most_calls=2),
 }
@@ -250,42 +244,6 @@ def test_every_call_in_a_models_format_is_parsed_with_its_arguments(calls: list[
         assert found == calls
 
 
-def cut(name: str, text: str) -> list[Part]:
-    tool_format = TOOL_FORMATS[name]
-    parser = MessageParser(None, tool_format.parser(SCHEMAS), begins_call=tool_format.begins_call)
-    return joined([*parser.push(text), *parser.finish(is_cut=True)])
-
-
-@pytest.mark.parametrize(
-    ("name", "first"),
-    [("hermes", "<t"), ("llama3_json", '{"name"'), ("mistral", "[T"), ("pythonic", "[w("), ("qwen3_coder", "<t")],
-)
-def test_a_call_that_is_cut_off_before_its_arguments_leaves_no_content(name: str, first: str) -> None:
-    text = CUT_CALLS[name]
-    for end in range(len(first), len(text) + 1):
-        assert cut(name, text[:end]) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "whole", "rest"),
-    [
-        ("hermes", f'<tool_call>\n{{"name": "w", "arguments": {PARIS}}}\n</tool_call>', '\n<tool_call>\n{"name": "'),
-        ("llama3_json", f'{{"name": "w", "parameters": {PARIS}}}', '; {"name": "w'),
-        ("mistral", f'[TOOL_CALLS][{{"name": "w", "arguments": {PARIS}}}', ', {"name'),
-        ("pythonic", '[w(city="Paris")', ', w(city="'),
-    ],
-)
-def test_a_call_that_is_cut_off_beside_a_complete_one_leaves_no_content(name: str, whole: str, rest: str) -> None:
-    for end in range(1, len(rest) + 1):
-        assert cut(name, whole + rest[:end])[:2] == call("w", PARIS)
-        assert not [part for part in cut(name, whole + rest[:end]) if isinstance(part, Content)]
-
-
-@pytest.mark.parametrize("name", CUT_CALLS)
-@pytest.mark.parametrize("text", ["a <", "Is 1 < 2? [see", '{"city": "Par', "[1, 2", "x <b"])
-def test_text_that_is_cut_off_is_kept(name: str, text: str) -> None:
-    assert cut(name, text) == [Content(text)]
-
-
 def test_a_call_that_ends_by_itself_without_its_end_is_content() -> None:
-    assert read(calls_parser("hermes"), CUT_CALLS["hermes"]) == [Content(CUT_CALLS["hermes"])]
+    text = '<tool_call>\n{"name": "w", "argu'
+    assert read(calls_parser("hermes"), text) == [Content(text)]

@@ -10,12 +10,15 @@ from runtime_support.byte_backend import END, byte_backend
 
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.server.bodies.messages_protocol import MessagesBody
+from megatron_runtime.server.bodies.pooling_protocol import ScoreBody
 from megatron_runtime.server.bodies.protocol import ChatCompletionBody, CompletionBody
 from megatron_runtime.server.bodies.responses_protocol import ResponsesBody
 from megatron_runtime.server.errors import ApiError, _from_validation
 from megatron_runtime.server.messages.conversation import chat_prompt
 from megatron_runtime.server.messages.message_format import MessageFormat
 from megatron_runtime.server.openai.completions import completion_prompts
+from megatron_runtime.server.openai.tokenization import TokenizeBody
 
 TEMPLATE = """
 {%- for message in messages %}<{{ message.role }}>{{ message.content | trim }}</{{ message.role }}>{% endfor %}
@@ -42,7 +45,8 @@ def prompt(*, trusts_templates: bool = False, template: str = TEMPLATE, **fields
 
 def refusal(body: type[BaseModel], **fields: Any) -> tuple[str | None, str]:
     """The field and the message of the error for a body."""
-    needed = {"messages": ASKED, "prompt": "a", "input": "a"}
+    needed = {"messages": ASKED, "prompt": "a", "input": "a"} if body is not TokenizeBody else {}
+    needed |= {"max_tokens": 1} if body is MessagesBody else {}
     given = {"model": "m"} | {name: needed[name] for name in needed.keys() & body.model_fields.keys()}
     with pytest.raises(ValidationError) as caught:
         body.model_validate(given | fields)
@@ -260,15 +264,53 @@ NOT_IMPLEMENTED: dict[str, Any] = {
     "prompt_embeds": "abc",
     "mm_processor_kwargs": {"a": 1},
     "media_io_kwargs": {"video": {}},
+    "mm_payload": {"image": []},
+    "return_mm_kwargs": True,
+    "logprob_token_ids": [1],
+    "return_prompt_text": True,
+    "return_token_offsets": True,
+    "routed_experts_prompt_start": 1,
+    "ec_transfer_params": {"a": 1},
+    "session_id": "a",
+    "watermarking": {"key": 1},
 }
 
 
-@pytest.mark.parametrize("body", [ChatCompletionBody, CompletionBody, ResponsesBody])
+@pytest.mark.parametrize("body", [ChatCompletionBody, CompletionBody, ResponsesBody, MessagesBody])
 @pytest.mark.parametrize("name", sorted(NOT_IMPLEMENTED))
 def test_a_field_of_vllm_without_an_implementation_is_refused_by_name(body: type[BaseModel], name: str) -> None:
     param, message = refusal(body, **{name: NOT_IMPLEMENTED[name]})
     assert param == name
     assert "is not supported by this server; leave it out" in message
+
+
+OF_OTHER_BODIES: list[tuple[type[BaseModel], str, Any]] = [
+    (ResponsesBody, "include_reasoning", False),
+    (ScoreBody, "instruction", "Find answers."),
+    (ScoreBody, "chat_template_kwargs", {"a": 1}),
+    (ScoreBody, "max_tokens_per_query", 3),
+    (ScoreBody, "max_tokens_per_doc", 3),
+    (ScoreBody, "use_activation", False),
+    (TokenizeBody, "media_io_kwargs", {"video": {}}),
+    (TokenizeBody, "mm_processor_kwargs", {"a": 1}),
+]
+
+
+@pytest.mark.parametrize(("body", "name", "value"), OF_OTHER_BODIES)
+def test_a_field_of_other_bodies_without_an_implementation_is_refused_by_name(
+    body: type[BaseModel], name: str, value: Any
+) -> None:
+    given = {"prompt": "a"} if body is TokenizeBody else {}
+    param, message = refusal(body, **{name: value}, **given)
+    assert param == name
+    assert "is not supported by this server; leave it out" in message
+
+
+def test_an_interval_of_streams_has_vllms_name_too() -> None:
+    assert chat(stream_interval=3).streaming_interval == 3
+    assert chat(stream_interval=3, streaming_interval=2).streaming_interval == 2
+    assert chat().streaming_interval == 1
+    assert refusal(ChatCompletionBody, stream_interval=0)[0] == "stream_interval"
 
 
 @pytest.mark.parametrize("name", ["prompt_logprobs", "enable_response_messages", "previous_input_messages"])

@@ -143,7 +143,7 @@ class Speculation(Part):
     of the image, podTemplate mounts it, or it is below /models, where the volume of
     model.source.persistentVolumeClaim or model.source.image is mounted."""
     num_tokens: Annotated[Integer, Field(ge=1, le=64)] = 7
-    """Most tokens of a request in a step. Fewer are used while they are wrong, and none if they stay so."""
+    """Maximum tokens of a request in a step. Fewer are used while they are wrong, and none if they stay so."""
 
     @model_validator(mode="after")
     def _a_draft_model_belongs_to_its_method(self) -> Self:
@@ -163,8 +163,14 @@ class EngineSpec(Part):
     GPU memory that the weights and the largest pass leave, which each rank measures."""
     max_requests: Annotated[Integer, Field(ge=1, le=65536)] = 256
     """Maximum number of requests that run at the same time; further ones wait in a queue."""
+    mamba_memory_ratio: Annotated[float, Strict(), Field(ge=0.001, le=0.999)] | None = None
+    """Most of the KV cache's memory for the recurrent states of running requests, of a model with recurrent layers, as
+    Qwen3-Next and Nemotron-H. Default: as much as the states of maxRequests requests."""
     prefix_caching: Boolean = True
     """Compute common prefixes of prompts once, and keep them in the KV cache while there is room."""
+    prefix_caching_mamba_gb: Annotated[float, Strict(), Field(ge=0)] | None = None
+    """GiB of the KV cache's memory for copies of recurrent states at the ends of cached prefixes; 0: no prefix caching
+    of models with recurrent layers. Default: chosen by the engine. Without effect for other models."""
     chunked_prefill: Boolean = True
     """Process long prompts in chunks, between the decoding steps of other requests."""
     speculation: Speculation | None = None

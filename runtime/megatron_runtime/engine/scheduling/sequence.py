@@ -81,8 +81,10 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
-        """Number of known tokens that no pass computes yet."""
-        return len(self.tokens) - self.num_begun
+        """Number of known tokens that no pass computes yet, and that the next one can compute: 0 while a pass in flight
+        ends where its states are to be copied, because the next tokens would change them first.
+        """
+        return 0 if self.num_begun in self.snapshot_ends[:1] else len(self.tokens) - self.num_begun
 
     def note_mask(self, milliseconds: int) -> None:
         """Note how long its last mask took. The expectation falls by half at most, because the time depends on the

@@ -5,27 +5,30 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.config import ModelConfig
-from megatron_runtime.model.formats.coded_rows import CODINGS, CodedRows, decode
-from megatron_runtime.model.formats.gguf_file import GgufFile, GgufTensor
+from megatron_runtime.model.formats.coded_rows import CodedRows, decode
+from megatron_runtime.model.formats.gguf_file import GgufFile
+from megatron_runtime.model.formats.gguf_rows import TensorRows, expert_rows, recurrent_inputs, reshape_recurrent
 from megatron_runtime.model.formats.tensor_names import TensorNames, tensor_names
 from megatron_runtime.model.formats.weight_source import StoredTensor, row_pieces
+from megatron_runtime.model.recurrent_config import GatedDeltaConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_Number = TypeVar("_Number", bound=np.generic)
 _ROPE_FACTORS = "rope_freqs.weight"
 _COMPUTED_ELSEWHERE = (_ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that change the rotation, and have no place in the decoder."""
-_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)(?:\.(weight|bias))?")
 _EXPERT_TENSOR = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|bias)")
 _INTERLEAVED_ROTARY = ("llama", "ministral3")
 """Architectures whose converter permutes the rows of queries and keys for ggml's interleaved rotation."""
@@ -40,19 +43,25 @@ class GgufWeights:
         self._file = file
         self._config = config
         names = tensor_names(config.architecture)
-        layer_names = _layer_names(names)
+        layer_names = _layer_names(names, config)
         layers = range(config.num_layers, config.num_layers + config.prediction_layers)
         further = tuple(f"blk.{layer}." for layer in layers)
-        self._by_name: dict[str, _Rows] = {}
+        self._by_name: dict[str, TensorRows] = {}
         for name, tensor in file.tensors.items():
             match = _EXPERT_TENSOR.fullmatch(name)
-            if match and len(tensor.shape) >= 2 and not name.startswith(further):
-                self._by_name |= _expert_rows(tensor, names, *match.groups())
+            is_known = match is not None and (match[2] != "gate" or len(names.expert_gate_up) == 2)
+            if match and is_known and len(tensor.shape) >= 2 and not name.startswith(further):
+                self._by_name |= expert_rows(tensor, names, *match.groups())
             elif name not in _COMPUTED_ELSEWHERE and not name.startswith(further):
-                rows = _Rows(tensor, tensor.shape, 0)
-                if "_inp_shexp." in name and len(tensor.shape) == 1:  # a matrix of one row
-                    rows = _Rows(tensor, (1, *tensor.shape), 0)
+                rows = TensorRows.whole(tensor)
+                if "_inp_shexp." in name and len(tensor.shape) == 1:
+                    rows = replace(rows, shape=(1, *tensor.shape))  # a matrix of one row
                 self._by_name[_hugging_face_name(name, names, layer_names)] = rows
+        self._names = names
+        if isinstance(config.recurrent, GatedDeltaConfig):
+            self._join_inputs(config.recurrent)
+        if config.recurrent is not None:
+            reshape_recurrent(self._by_name, config.recurrent, names)
 
     @property
     def location(self) -> str:
@@ -69,34 +78,28 @@ class GgufWeights:
         import torch  # Imported here, because reading the header does not need it.
 
         rows = self._by_name[name]
-        tensor = rows.tensor
         order = self._row_order(name, into.shape[0])
         if into.dim() == 1:
-            values = torch.from_numpy(self._file.rows(tensor, slice(rows.start, rows.start + 1))[0])
-            values = values[start[0] : start[0] + len(into)]
-            if self._config.norm == "rms_plus_one" and name.endswith("norm.weight"):
-                values = values - 1.0  # The converter adds the one that the norm adds here.
+            values = self._changed(name, torch.from_numpy(self._vector(rows)[start[0] : start[0] + len(into)]))
             into[slice(None) if order is None else order] = values.to(device=into.device, dtype=into.dtype)
             yield len(into)
             return
-        first, columns = rows.start + start[0], slice(start[1], start[1] + into.shape[1])
-        for part in row_pieces((into.shape[0], rows.shape[1])):
-            values = torch.from_numpy(self._file.rows(tensor, slice(first + part.start, first + part.stop))[:, columns])
+        columns = slice(start[-1], start[-1] + into.shape[-1])
+        for part in row_pieces((into.shape[0], rows.shape[-1])):
+            read = self._rows(rows, start[0] + part.start, start[0] + part.stop)[:, columns]
+            values = torch.from_numpy(read).view(-1, *into.shape[1:])
             into[part if order is None else order[part]] = values.to(device=into.device, dtype=into.dtype)
             yield values.numel()
 
     def read_coded(self, name: str, rows: range, columns: slice) -> Iterator[CodedRows]:
         """As in CodedSource. The rows of queries or keys are those of whole heads."""
-        stored = self._by_name[name]
-        order, first = self._row_order(name, len(rows)), stored.start + rows.start
+        stored, first = self._by_name[name], rows.start
+        order = self._row_order(name, len(rows))
         if order is not None:
-            whole = self._file.stored_rows(stored.tensor, slice(first, first + len(rows)))[order.argsort().numpy()]
+            whole = self._raw_rows(stored, first, rows.stop)[order.argsort().numpy()]
         for part in row_pieces((len(rows), stored.shape[1])):
-            if order is not None:
-                raw = whole[part]
-            else:
-                raw = self._file.stored_rows(stored.tensor, slice(first + part.start, first + part.stop))
-            yield decode(raw, stored.tensor.kind, columns)
+            raw = whole[part] if order is not None else self._raw_rows(stored, first + part.start, first + part.stop)
+            yield decode(raw, stored.ranges[0].tensor.kind, columns)
 
     def rotary_factors(self) -> NDArray[np.float32] | None:
         """float32 [head_dim / 2], the divisors of the rotary frequencies (Llama 3.1); None without scaling."""
@@ -108,6 +111,36 @@ class GgufWeights:
             raise CheckpointError(f"{self.location}: {_ROPE_FACTORS} has shape {tensor.shape}, expected {expected}")
         factors: NDArray[np.float32] = self._file.rows(tensor, slice(0, 1))[0].copy()
         return factors
+
+    def _rows(self, stored: TensorRows, first: int, last: int) -> NDArray[np.float32]:
+        return _joined([self._file.rows(tensor, part) for tensor, part in stored.pieces(first, last)])
+
+    def _raw_rows(self, stored: TensorRows, first: int, last: int) -> NDArray[np.uint8]:
+        return _joined([self._file.stored_rows(tensor, part) for tensor, part in stored.pieces(first, last)])
+
+    def _vector(self, stored: TensorRows) -> NDArray[np.float32]:
+        """The numbers of a tensor of one dimension, which may be stored with more."""
+        (part,) = stored.ranges
+        count = math.prod(stored.shape) // max(part.tensor.shape[-1], 1)
+        return self._file.rows(part.tensor, slice(part.start, part.start + count)).reshape(-1)
+
+    def _changed(self, name: str, values: Tensor) -> Tensor:
+        """A vector with the values of Hugging Face's files, where the converter stores others."""
+        if name.endswith(self._names.log_rates):
+            return (-values).log()
+        is_plus_one = self._config.norm == "rms_plus_one" and not name.endswith(f"{self._names.recurrent_norm}.weight")
+        return values - 1.0 if is_plus_one and name.endswith("norm.weight") else values
+
+    def _join_inputs(self, sizes: GatedDeltaConfig) -> None:
+        """Matrices that don't fit stay as they are, and are then reported as left over."""
+        for layer in sizes.layers:
+            names = [f"blk.{layer}.attn_{part}.weight" for part in ("qkv", "gate")]
+            parts = [self._by_name[name] for name in names if name in self._by_name]
+            if len(parts) == 2 and (whole := recurrent_inputs(parts[0], parts[1], sizes)) is not None:
+                prefix = self._names.layer.format(layer)
+                self._by_name[f"{prefix}{self._names.recurrent_inputs}.weight"] = whole
+                for name in names:
+                    del self._by_name[name]
 
     def _row_order(self, name: str, rows: int) -> Tensor | None:
         """int64 [rows]: the destination of each stored row of queries or keys; None for the same order.
@@ -122,42 +155,15 @@ class GgufWeights:
         return torch.arange(rows).view(-1, 2, self._config.head_dim // 2).transpose(1, 2).reshape(rows)
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """A GGUF tensor, or one expert's rows of it from ``start`` on, with the ``shape`` of that part."""
-
-    tensor: GgufTensor
-    shape: tuple[int, ...]
-    start: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.tensor.num_bytes * math.prod(self.shape) // max(math.prod(self.tensor.shape), 1)
-
-    @property
-    def stored(self) -> StoredTensor:
-        kind = str(self.tensor.kind.name)
-        return StoredTensor(self.shape, self.num_bytes, kind, CODINGS.get(kind))
+def _joined(parts: list[NDArray[_Number]]) -> NDArray[_Number]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _expert_rows(tensor: GgufTensor, names: TensorNames, layer: str, part: str, kind: str) -> dict[str, _Rows]:
-    """The experts of a layer in a stacked ``tensor`` [experts, out, in] or [experts, out], by Hugging Face's names."""
-    count, *shape = tensor.shape
-    gate, up = names.expert_gate_up
-    name = {"gate": gate, "up": up, "down": names.expert_down}[part]
-    prefix = names.layer.format(layer)
-    return {
-        f"{prefix}{names.expert.format(index)}{name}.{kind}": _Rows(tensor, tuple(shape), index * math.prod(shape[:-1]))
-        for index in range(count)
-    }
-
-
-def _layer_names(names: TensorNames) -> dict[str, str]:
+def _layer_names(names: TensorNames, config: ModelConfig) -> dict[str, str]:
     """Hugging Face's names of a layer's tensors by those of ggml."""
     qkv = ("attn_q", "attn_k", "attn_v") if len(names.qkv) == 3 else ("attn_qkv",)
-    shared_gate, shared_up = names.shared_gate_up
     return {
-        "attn_norm": names.attention_norm,
+        "attn_norm": names.attention_norm if config.feed_forward_layers is None else names.mixer_norm,
         "post_attention_norm": names.attention_output_norm,
         "ffn_norm": names.feed_forward_norm,
         "post_ffw_norm": names.feed_forward_output_norm,
@@ -166,23 +172,34 @@ def _layer_names(names: TensorNames) -> dict[str, str]:
         "attn_q_norm": names.query_norm,
         "attn_k_norm": names.key_norm,
         "ffn_gate_inp": names.router,
-        "ffn_gate": names.gate_up[0],
+        **({"ffn_gate": names.gate_up[0]} if len(names.gate_up) == 2 else {}),
         "ffn_up": names.gate_up[-1],
         "ffn_down": names.down,
         "ffn_gate_inp_shexp": names.shared_expert_gate,
-        "ffn_gate_shexp": shared_gate,
-        "ffn_up_shexp": shared_up,
+        **({"ffn_gate_shexp": names.shared_gate_up[0]} if len(names.shared_gate_up) == 2 else {}),
+        "ffn_up_shexp": names.shared_gate_up[-1],
         "ffn_down_shexp": names.shared_down,
+        "ssm_conv1d": names.convolution,
+        "ssm_norm": names.recurrent_norm,
+        "ssm_in": names.recurrent_inputs,
+        "ssm_ba": names.recurrent_gates,
+        "ssm_out": names.recurrent_output,
     }
 
 
 def _hugging_face_name(name: str, names: TensorNames, layer_names: Mapping[str, str]) -> str:
     """Hugging Face's name of a GGUF tensor. An unknown name is kept, and then reported as left over."""
     match = _LAYER_TENSOR.fullmatch(name)
-    whole_names = {"attn_sinks.weight": names.attention_sinks, "exp_probs_b.bias": names.selection_bias}
-    if match and (whole := whole_names.get(f"{match[2]}.{match[3]}")) is not None:
+    whole_names = {
+        "attn_sinks.weight": names.attention_sinks,
+        "exp_probs_b.bias": names.selection_bias,
+        "ssm_dt.bias": names.step_biases,
+        "ssm_a": names.log_rates,
+        "ssm_d": names.skips,
+    }
+    if match and (whole := whole_names.get(match[2] if match[3] is None else f"{match[2]}.{match[3]}")) is not None:
         return f"{names.layer.format(match[1])}{whole}"
-    if match and match[2] in layer_names:
+    if match and match[3] is not None and match[2] in layer_names:
         return f"{names.layer.format(match[1])}{layer_names[match[2]]}.{match[3]}"
     top_names = {"token_embd": names.embedding, "output_norm": names.final_norm, "output": names.head}
     stem, _, kind = name.partition(".")

@@ -15,6 +15,7 @@ from megatron_runtime.model.formats.gguf_families import (
     HUGGING_FACE_NAMES,
     PARTLY_ROTATED,
     WITH_SHARED_EXPERTS,
+    WITH_SIZES_OF_LAYERS,
 )
 from megatron_runtime.model.formats.gguf_file import GgufFile
 from megatron_runtime.model.formats.gguf_metadata import GgufMetadata
@@ -31,6 +32,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     heads, hidden = values.number("attention.head_count"), values.number("embedding_length")
     head_dim = int(values.get("attention.key_length", hidden // max(heads, 1)))
     values.require("attention.value_length", head_dim)
+    layers = check_num_layers(str(file.path), values.number("block_count"))
     if architecture not in PARTLY_ROTATED:
         values.require("rope.dimension_count", head_dim)
     rotated = int(values.get("rope.dimension_count", head_dim))
@@ -44,10 +46,10 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         architecture=HUGGING_FACE_NAMES.get(architecture, architecture),
         vocab_size=embedding.shape[0] if embedding else values.number("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=values.number("feed_forward_length"),
-        num_layers=check_num_layers(str(file.path), values.number("block_count")),
+        intermediate_size=_size(values, "feed_forward_length", architecture, layers),
+        num_layers=layers,
         num_attention_heads=heads,
-        num_kv_heads=int(values.get("attention.head_count_kv", heads)),
+        num_kv_heads=_size(values, "attention.head_count_kv", architecture, layers, heads),
         head_dim=head_dim,
         max_position_embeddings=length,
         rms_norm_eps=float(
@@ -61,14 +63,20 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         attention_output_bias="blk.0.attn_output.bias" in names,
         mlp_bias="blk.0.ffn_down.bias" in names,
         query_key_norm="head" if "blk.0.attn_q_norm.weight" in names else "none",
-        experts=_experts(values, architecture),
+        experts=_experts(values, architecture, layers),
     )
     config = GGUF_FAMILIES[architecture](config, values)
     config.check(str(file.path))
     return config
 
 
-def _experts(values: GgufMetadata, architecture: str) -> ExpertsConfig | None:
+def _size(values: GgufMetadata, key: str, architecture: str, layers: int, default: int | None = None) -> int:
+    if architecture in WITH_SIZES_OF_LAYERS:
+        return values.size(key, layers)
+    return values.number(key) if default is None else int(values.get(key, default))
+
+
+def _experts(values: GgufMetadata, architecture: str, layers: int) -> ExpertsConfig | None:
     """The same value in all layers; None without any."""
     count = int(values.get("expert_count", 0))
     if count == 0:
@@ -78,7 +86,9 @@ def _experts(values: GgufMetadata, architecture: str) -> ExpertsConfig | None:
     return ExpertsConfig(
         count=count,
         per_token=values.number("expert_used_count"),
-        intermediate_size=int(values.get("expert_feed_forward_length", values.number("feed_forward_length"))),
+        intermediate_size=int(
+            values.get("expert_feed_forward_length", _size(values, "feed_forward_length", architecture, layers))
+        ),
         routing=RoutingConfig(normalize_weights=bool(values.get("expert_weights_norm", True))),
     )
 

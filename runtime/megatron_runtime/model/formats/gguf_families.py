@@ -14,6 +14,7 @@ from megatron_runtime.model.config import (
     alternating_windows,
     layers_without_window,
 )
+from megatron_runtime.model.formats import gguf_hybrids
 from megatron_runtime.model.formats.gguf_metadata import GgufMetadata
 from megatron_runtime.model.rope_scaling import RopeScaling
 
@@ -228,12 +229,16 @@ HUGGING_FACE_NAMES = {
     "minimax-m2": "minimax_m2",
     "llama4": "llama4_text",
     "gpt-oss": "gpt_oss",
+    "qwen3next": "qwen3_next",
+    "nemotron_h_moe": "nemotron_h",
 }
 """The architectures whose names of tensors are those of another name in Hugging Face's files."""
-WITH_SHARED_EXPERTS = ("glm4moe",)
+WITH_SHARED_EXPERTS = ("glm4moe", "nemotron_h_moe")
 """The architectures whose files count shared experts."""
-PARTLY_ROTATED = ("glm4", "glm4moe", "phi3", "cohere2", "minimax-m2")
-"""The architectures that may rotate a part of each head."""
+WITH_SIZES_OF_LAYERS = ("nemotron_h", "nemotron_h_moe")
+"""The architectures with a list of key heads and feed-forward lengths, which are 0 in layers without them."""
+PARTLY_ROTATED = ("glm4", "glm4moe", "phi3", "cohere2", "minimax-m2", "qwen3next", "nemotron_h", "nemotron_h_moe")
+"""The architectures that may rotate a part of each head, or none."""
 _SIGMOID = 2
 """Of ``gguf.ExpertGatingFuncType``."""
 GGUF_FAMILIES: dict[str, Callable[[ModelConfig, GgufMetadata], ModelConfig]] = {
@@ -252,6 +257,9 @@ GGUF_FAMILIES: dict[str, Callable[[ModelConfig, GgufMetadata], ModelConfig]] = {
     "minimax-m2": _minimax_m2,
     "llama4": _llama4,
     "gpt-oss": _gpt_oss,
+    "qwen3next": gguf_hybrids.qwen3_next,
+    "nemotron_h": gguf_hybrids.nemotron_h,
+    "nemotron_h_moe": gguf_hybrids.nemotron_h,
     "qwen2": _as_it_is,
     "qwen3": _as_it_is,
     "qwen3moe": _as_it_is,

@@ -48,6 +48,29 @@ class GgufMetadata:
             raise CheckpointError(f"{self._file.path}: {self._prefix}.{key} is missing. Convert the model again")
         return int(self.get(key, 0))
 
+    def numbers(self, key: str, layers: int) -> list[int]:
+        """A number for each layer: those of a list, or the same one for all."""
+        found = self._file.metadata.get(f"{self._prefix}.{key}")
+        if not isinstance(found, list):
+            return [self.number(key)] * layers
+        if len(found) != layers or not all(isinstance(each, int) and each >= 0 for each in found):
+            raise self.error(key, _brief(found), f"{layers} numbers of at least 0")
+        return found
+
+    def size(self, key: str, layers: int) -> int:
+        """A number that has to be there, or the only one besides zero in a list with one for each layer."""
+        sizes = sorted({number for number in self.numbers(key, layers) if number})
+        if len(sizes) > 1:
+            raise self.error(key, f"{sizes[0]} in one layer and {sizes[1]} in another one", "one size for all layers")
+        return sizes[0] if sizes else 0
+
+    def error(self, key: str, found: str, expected: str) -> CheckpointError:
+        """The error for a value that can't be served."""
+        return CheckpointError(
+            f"{self._file.path}: {self._prefix}.{key} is {found}, expected {expected}. "
+            "Convert the model again, or choose another one"
+        )
+
     def soft_cap(self, key: str) -> float | None:
         """A number above zero; None when it is absent or zero."""
         cap = float(self.get(key, 0.0))
@@ -56,7 +79,10 @@ class GgufMetadata:
     def require(self, key: str, expected: float) -> None:
         """Raise CheckpointError when the number is there and is another one."""
         if (value := self.get(key, expected)) != expected:
-            raise CheckpointError(f"{self._file.path}: {self._prefix}.{key} is {value}, only {expected} is supported")
+            raise CheckpointError(
+                f"{self._file.path}: {self._prefix}.{key} is {value}, only {expected} is supported. "
+                "Choose another model"
+            )
 
 
 def _brief(value: object) -> str:

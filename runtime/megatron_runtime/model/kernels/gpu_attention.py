@@ -16,8 +16,8 @@ def has_gpu_attention(cache: KVCache) -> bool:
         return False
     from megatron_runtime.gpu.attention import can_attend
 
-    first = cache.keys_and_values
-    return can_attend(len(first), first[0].shape[-1], cache.dtype)
+    widths = cache.layout.widths
+    return can_attend(len(widths), widths[0], cache.dtype)
 
 
 class GpuAttention:

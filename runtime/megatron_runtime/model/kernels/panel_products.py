@@ -17,18 +17,17 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from megatron_runtime.model.formats.coded_rows import BLOCK, QUAD, Coding
+from megatron_runtime.model.kernels.vector_instructions import LANES, constant, floats, fused, load, spread
 
-LANES = 16
-"""Rows of a matrix in one vector."""
 PARTS = 2
-"""Vectors of a panel."""
+"""Vectors of a panel; each row of a matrix has a lane."""
 PANEL = LANES * PARTS
 """Rows of a panel."""
 _QUADS = BLOCK // QUAD
 _HALF_QUADS = _QUADS // 2
 
 _INT, _FLOAT = ir.IntType(32), ir.FloatType()
-_INTS, _FLOATS = ir.VectorType(_INT, LANES), ir.VectorType(_FLOAT, LANES)
+_INTS, _FLOATS = ir.VectorType(_INT, LANES), floats(LANES)
 _HALVES, _SHORTS = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
@@ -115,7 +114,7 @@ class _Loop:
     def generate(self) -> None:
         builder = self._builder
         pairs = [(row, part) for row in range(self._rows) for part in range(PARTS)]
-        zeros = ir.Constant(_FLOATS, [0.0] * LANES)
+        zeros = constant(_FLOATS, 0.0)
         totals = {pair: cgutils.alloca_once_value(builder, zeros) for pair in pairs}  # type: ignore[no-untyped-call]
         with cgutils.for_range(builder, self._blocks) as loop:
             self._add_block(loop.index, totals)
@@ -128,16 +127,16 @@ class _Loop:
         if packing.has_mins:
             mins = [self._halves("mins", self._sum(self._times(block, PARTS), part)) for part in range(PARTS)]
             for row in range(self._rows):
-                factor = self._spread(self._load("input_sums", self._item(row, block, 1, 0), _FLOAT))
+                factor = spread(builder, self._load("input_sums", self._item(row, block, 1, 0), _FLOAT))
                 for part in range(PARTS):
                     total = totals[row, part]
-                    builder.store(self._fused(mins[part], factor, builder.load(total)), total)
+                    builder.store(fused(builder, mins[part], factor, builder.load(total)), total)
         quads, per_group = [self._quads(block, part) for part in range(PARTS)], _QUADS // packing.groups
         for group in range(packing.groups):
             first = self._sum(self._times(block, packing.groups * PARTS), group * PARTS)
             scales = [self._halves("scales", self._sum(first, part)) for part in range(PARTS)]
             starts = [
-                self._spread(self._load("input_starts", self._item(row, block, packing.groups, group), _INT))
+                spread(builder, self._load("input_starts", self._item(row, block, packing.groups, group), _INT))
                 for row in range(self._rows)
             ]
             sums = {(row, part): starts[row] for row, part in totals}
@@ -145,16 +144,16 @@ class _Loop:
                 codes = [quads[part](quad) for part in range(PARTS)]
                 for row in range(self._rows):
                     place = self._item(row, block, _QUADS, quad)
-                    spread = self._spread(self._load("inputs", place, _INT))
+                    shared = spread(builder, self._load("inputs", place, _INT))
                     for part in range(PARTS):
-                        sums[row, part] = self._dot(builder, sums[row, part], codes[part], spread)
+                        sums[row, part] = self._dot(builder, sums[row, part], codes[part], shared)
             for row in range(self._rows):
-                factor = self._spread(self._load("input_scales", self._item(row, block, 1, 0), _FLOAT))
+                factor = spread(builder, self._load("input_scales", self._item(row, block, 1, 0), _FLOAT))
                 for part in range(PARTS):
                     total = totals[row, part]
                     value = builder.sitofp(sums[row, part], _FLOATS)
                     scaled = builder.fmul(scales[part], factor)
-                    builder.store(self._fused(value, scaled, builder.load(total)), total)
+                    builder.store(fused(builder, value, scaled, builder.load(total)), total)
 
     def _quads(self, block: Any, part: int) -> Callable[[int], Any]:
         """``quads(n)``: the codes of the columns 4 n to 4 n + 3 of a block as unsigned bytes, a row in each lane."""
@@ -190,22 +189,10 @@ class _Loop:
         return self._builder.fpext(self._load(name, self._times(index, LANES * 2), _HALVES), _FLOATS)
 
     def _load(self, name: str, offset: Any, kind: Any) -> Any:
-        return self._builder.load(self._place(name, offset, kind), align=1)
+        return load(self._builder, self._builder.add(self._addresses[name], offset), kind)
 
     def _place(self, name: str, offset: Any, kind: Any) -> Any:
         return self._builder.inttoptr(self._builder.add(self._addresses[name], offset), kind.as_pointer())
-
-    def _spread(self, value: Any) -> Any:
-        """A vector whose lanes all have a value."""
-        vector = ir.VectorType(value.type, LANES)
-        first = self._builder.insert_element(ir.Constant(vector, ir.Undefined), value, _INT(0))
-        return self._builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), _all(0))
-
-    def _fused(self, factor: Any, other: Any, added: Any) -> Any:
-        """One instruction where the processor has it, and one rounding everywhere."""
-        kind = ir.FunctionType(_FLOATS, [_FLOATS, _FLOATS, _FLOATS])
-        function = self._builder.module.declare_intrinsic("llvm.fma.v16f32", fnty=kind)
-        return self._builder.call(function, [factor, other, added])
 
     def _number(self, value: int) -> Any:
         return ir.Constant(self._blocks.type, value)
@@ -218,7 +205,7 @@ class _Loop:
 
 
 def _all(value: int) -> Any:
-    return ir.Constant(_INTS, [value] * LANES)
+    return constant(_INTS, value)
 
 
 def _dot_by_instruction(builder: Any, sums: Any, codes: Any, inputs: Any) -> Any:
@@ -231,7 +218,7 @@ def _dot_by_instruction(builder: Any, sums: Any, codes: Any, inputs: Any) -> Any
 
 def _dot_by_products(builder: Any, sums: Any, codes: Any, inputs: Any) -> Any:
     """The same for any processor. A product of an unsigned byte and one from -128 to 127 fits in 16 bits."""
-    eight, sixteen = ir.Constant(_SHORTS, [8] * 2 * LANES), _all(16)
+    eight, sixteen = constant(_SHORTS, 8), _all(16)
     unsigned, signed = builder.bitcast(codes, _SHORTS), builder.bitcast(inputs, _SHORTS)
     even = builder.mul(
         builder.lshr(builder.shl(unsigned, eight), eight), builder.ashr(builder.shl(signed, eight), eight)

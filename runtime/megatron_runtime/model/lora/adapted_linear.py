@@ -32,7 +32,7 @@ class UpdateTable:
         self._dtype = dtype
         self._device = device
         self._down: Tensor | None = None
-        """[slots, parts * R, in]; None without updates."""
+        """As for `adapter_kernel.add_low_rank`; None without updates."""
 
     def replace(self, updates: Mapping[int, tuple[LowRankUpdate | None, ...]]) -> None:
         """Stack the updates of all adapters, by slot."""
@@ -41,8 +41,9 @@ class UpdateTable:
             self._down = None
             return
         slots, parts = max(updates) + 1, len(self._bounds) - 1
-        most = _padded(max(len(update.down) for update in given))
-        down = torch.zeros(slots, parts, most, self._in_features, dtype=self._dtype)
+        most = adapter_kernel.padded_rank(max(len(update.down) for update in given))
+        width = adapter_kernel.padded_width(self._in_features)
+        down = torch.zeros(slots, parts, most, width, dtype=self._dtype)
         up = torch.zeros(slots, most, int(self._bounds[-1]), dtype=self._dtype)
         ranks = torch.zeros(slots, parts, dtype=torch.int64)
         scales = torch.zeros(slots, parts)
@@ -50,9 +51,9 @@ class UpdateTable:
             for part, update in enumerate(update_parts):
                 if update is not None:
                     rank = len(update.down)
-                    down[slot, part, :rank] = update.down
+                    down[slot, part, :rank, : self._in_features] = update.down
                     up[slot, :rank, self._bounds[part] : self._bounds[part + 1]] = update.up.t()
-                    ranks[slot, part], scales[slot, part] = _padded(rank), update.scale
+                    ranks[slot, part], scales[slot, part] = adapter_kernel.padded_rank(rank), update.scale
         self._ranks, self._scales = ranks, scales
         self._up = up.to(self._device)
         self._down = down.flatten(1, 2).to(self._device)
@@ -76,15 +77,11 @@ class UpdateTable:
         for part, rank in enumerate(self._ranks[slot].tolist()):
             if rank:
                 begin, end = self._bounds[part], self._bounds[part + 1]
-                inner = linear(given, self._down[slot, part * most : part * most + rank], None, rows_together)
+                down = self._down[slot, part * most : part * most + rank, : self._in_features]
+                inner = linear(given, down, None, rows_together)
                 inner = inner * float(self._scales[slot, part])
                 sums[:, begin:end] += linear(inner, self._up[slot, :rank, begin:end].t(), None, rows_together)
         outputs[chosen] = sums
-
-
-def _padded(rank: int) -> int:
-    """The number of rows for a rank, with zeros after its own."""
-    return -(-rank // adapter_kernel.TOGETHER) * adapter_kernel.TOGETHER
 
 
 class CurrentRows:

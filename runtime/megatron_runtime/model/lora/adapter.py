@@ -19,8 +19,6 @@ from megatron_runtime.model.lora.targets import Place, TargetPart, Targets
 TENSORS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
-_NESTED = "model.language_model.", "language_model.model."
-"""The start of module names of a text model beside a vision model: in transformers, and in checkpoints."""
 _OTHER_KINDS = {
     "lora_magnitude_vector": "DoRA scales the merged matrix; train with use_dora=False",
     "lora_embedding_": "embeddings are not adapted; choose linear modules with target_modules",
@@ -73,7 +71,7 @@ def read_adapter(path: Path, targets: Targets, dtype: torch.dtype, max_rank: int
         )
     try:
         with safe_open(file, framework="pt") as tensors:
-            modules = _modules(path, tensors.keys())
+            modules = _modules(path, tensors.keys(), targets)
             _check_modules(config, modules, targets)
             updates = {
                 place: tuple(
@@ -88,7 +86,7 @@ def read_adapter(path: Path, targets: Targets, dtype: torch.dtype, max_rank: int
     return Adapter(changed, _digest(path), sum(matrix.nbytes for matrix in matrices))
 
 
-def _modules(path: Path, names: list[str]) -> dict[str, str]:
+def _modules(path: Path, names: list[str], targets: Targets) -> dict[str, str]:
     """By module: the start of the names of its two tensors."""
     stored = set(names)
     found: dict[str, str] = {}
@@ -101,10 +99,7 @@ def _modules(path: Path, names: list[str]) -> dict[str, str]:
         for end in (_DOWN, _UP):
             if stem + end not in stored:
                 raise CheckpointError(f"{path}: tensor {stem}{end} is missing. Save the adapter again")
-        module = stem.removeprefix(_PREFIX)
-        if module.startswith(_NESTED[0]):
-            module = _NESTED[1] + module.removeprefix(_NESTED[0])
-        found[module] = stem
+        found[targets.stored_name(stem.removeprefix(_PREFIX))] = stem
     if not found:
         raise CheckpointError(f"{path}: {TENSORS_FILE} has no tensors. Save the adapter again")
     return found
@@ -133,11 +128,10 @@ def _update(
 ) -> LowRankUpdate | None:
     if stem is None:
         return None
-    rank = config.rank_of(part.module)
+    module = stem.removeprefix(_PREFIX)
+    rank = config.rank_of(module)
     if rank > max_rank:
-        raise CheckpointError(
-            f"{config.path}: r={rank} of {part.module} is more than --max-lora-rank {max_rank}; raise it"
-        )
+        raise CheckpointError(f"{config.path}: r={rank} of {module} is more than --max-lora-rank {max_rank}; raise it")
     height, width = part.shape
     matrices: list[Tensor] = []
     for name, shape in ((stem + _DOWN, (rank, width)), (stem + _UP, (height, rank))):
@@ -156,7 +150,7 @@ def _update(
         matrices.append(matrix)
     down, up = matrices
     columns = down[:, part.columns.start : part.columns.stop].contiguous()
-    return LowRankUpdate(columns, part.own_rows(up).contiguous(), config.scale_of(part.module))
+    return LowRankUpdate(columns, part.own_rows(up).contiguous(), config.scale_of(module))
 
 
 def _digest(path: Path) -> str:

@@ -6,19 +6,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_runtime.model.config import ModelConfig
-from megatron_runtime.model.decoder_layer import DecoderLayer
-from megatron_runtime.model.experts import Experts
+from megatron_runtime.model.decoder_layer import make_layer
 from megatron_runtime.model.formats.tensor_names import TensorNames, tensor_names
-from megatron_runtime.model.latent_attention import MLASelfAttention
+from megatron_runtime.model.gated_delta_net import GatedDeltaNet
+from megatron_runtime.model.layers import FeedForward
+from megatron_runtime.model.mamba import Mamba2
 from megatron_runtime.model.placements import Placement, layer_placements
+from megatron_runtime.model.self_attention import SelfAttention
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.single_rank import SingleRank
 
-_FEED_FORWARD = (".mlp.", ".feed_forward.", ".block_sparse_moe.")
+_EXPERTS = (".mlp.", ".feed_forward.", ".block_sparse_moe.", ".mixer.experts.", ".mixer.shared_experts.", ".mixer.gate")
 """What the names of the modules of experts contain, in a checkpoint or in transformers."""
+_RENAMED = (("model.language_model.", "language_model.model."), ("model.", "backbone."))
+"""The start of module names in transformers, where that of the names in a checkpoint is another one."""
 Place = tuple[int, str]
 """The number of a layer, and the path of a linear module in it."""
 
@@ -72,14 +76,24 @@ class Targets:
                 parts[number, path] = tuple(_part(module, place, names, shapes[module]) for module, place in modules)
         return cls(parts, shapes, shard.config)
 
+    def stored_name(self, module: str) -> str:
+        """The name in a checkpoint of a module that an adapter names; unchanged if it has the name of a checkpoint."""
+        layers = tensor_names(self.config.architecture).layer
+        for start, stored in _RENAMED:
+            if layers.startswith(stored) and module.startswith(start):
+                return stored + module.removeprefix(start)
+        return module
+
     def why_not(self, module: str) -> str:
         """Why adapters can't change a module that is not among the targets."""
         names = tensor_names(self.config.architecture)
-        if self.config.experts is not None and any(name in module for name in _FEED_FORWARD):
+        if self.config.experts is not None and any(name in module for name in _EXPERTS):
             return "adapters of experts and their routers are not supported"
         latent = (names.query_down, names.query_up, names.kv_down, names.kv_up, *names.qkv, names.attention_output)
         if self.config.latent_attention is not None and module.endswith(latent):
             return "adapters of multi-head latent attention are not supported"
+        if self.config.recurrent is not None and module.endswith(names.convolution):
+            return "adapters of convolutions are not supported"
         if module in (names.head, names.embedding):
             return "adapters of the embedding and of the head are not supported"
         return "the model has no such module"
@@ -88,15 +102,26 @@ class Targets:
 def _modules(number: int, shard: Shard, names: TensorNames) -> dict[str, list[tuple[str, Placement]]]:
     """By path in the layer: the modules of a checkpoint that make up a matrix, and their places in it."""
     with torch.device("meta"):
-        layer = DecoderLayer(shard, number, torch.float32, SingleRank())
+        layer = make_layer(shard, number, torch.float32, SingleRank())
     places = dict(layer_placements(layer, names, shard))
-    paths: dict[str, Sequence[str]] = {}
-    if not isinstance(layer.attention, MLASelfAttention):
-        paths |= {"attention.qkv": names.qkv, "attention.output": (names.attention_output,)}
-    if not isinstance(layer.feed_forward, Experts):
-        paths |= {"feed_forward.gate_up": names.gate_up, "feed_forward.down": (names.down,)}
     prefix = names.layer.format(number)
-    return {path: [(prefix + name, places[f"{name}.weight"]) for name in stored] for path, stored in paths.items()}
+    return {
+        f"{path}.{attribute}": [(prefix + name, places[f"{name}.weight"]) for name in stored]
+        for path, owner in layer.named_children()
+        for attribute, stored in _matrices(owner, names).items()
+    }
+
+
+def _matrices(owner: nn.Module, names: TensorNames) -> dict[str, Sequence[str]]:
+    """By attribute of a part of a layer: the modules of a checkpoint whose rows make up the matrix, in this order."""
+    if isinstance(owner, SelfAttention):
+        return {"qkv": names.qkv, "output": (names.attention_output,)}
+    if isinstance(owner, FeedForward):
+        return {"gate_up": names.gate_up, "down": (names.down,)}
+    if isinstance(owner, GatedDeltaNet | Mamba2):
+        gates = {"gates": (names.recurrent_gates,)} if isinstance(owner, GatedDeltaNet) else {}
+        return {"inputs": (names.recurrent_inputs,), **gates, "output": (names.recurrent_output,)}
+    return {}
 
 
 def _shape(place: Placement, names: TensorNames) -> tuple[int, int]:

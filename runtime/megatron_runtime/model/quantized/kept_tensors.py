@@ -51,7 +51,10 @@ def _fused(stem: str, names: TensorNames) -> Iterator[str]:
 
 def _columns(stem: str, shard: Shard, names: TensorNames) -> range | None:
     """The columns on the rank of a matrix whose columns ranks divide."""
-    experts = shard.config.experts
+    experts, recurrent = shard.config.experts, shard.config.recurrent
+    if recurrent is not None and stem.endswith(names.recurrent_output):
+        heads = shard.recurrent_value_heads(recurrent)
+        return range(heads.start * recurrent.value_dim, heads.stop * recurrent.value_dim)
     if stem.endswith(names.attention_output):
         latent, heads = shard.config.latent_attention, shard.query_heads
         size = shard.config.head_dim if latent is None else latent.v_head_dim

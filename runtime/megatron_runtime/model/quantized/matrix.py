@@ -12,8 +12,9 @@ from torch import Tensor
 from megatron_runtime.model.formats.coded_rows import BLOCK, QUAD, CodedRows, Coding
 from megatron_runtime.model.host_memory import zeros
 from megatron_runtime.model.kernels.coded_inputs import CodedInputs
-from megatron_runtime.model.kernels.panel_products import LANES, PANEL, PARTS, Packing
+from megatron_runtime.model.kernels.panel_products import PANEL, PARTS, Packing
 from megatron_runtime.model.kernels.quantized_products import multiply
+from megatron_runtime.model.kernels.vector_instructions import LANES
 
 
 class QuantizedMatrix:

@@ -59,6 +59,7 @@ PRE_TOKENIZERS = {
     "llama-bpe": _LLAMA_BPE,
     "llama3": _LLAMA_BPE,
     "llama-v3": _LLAMA_BPE,
+    "pixtral": _LLAMA_BPE,
     "qwen2": _QWEN,
     "deepseek-r1-qwen": _QWEN,
     "command-r": PreTokenizer(splits_digits=True, composes=True),

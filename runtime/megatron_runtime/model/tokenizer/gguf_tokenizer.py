@@ -38,7 +38,8 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
         raise
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"{file.path}: its tokenizer can't be built ({error}). {_CONVERT_AGAIN}") from None
-    named = named_ends({text: token_id for token_id, text in enumerate(tokens)})
+    control = [token_id for token_id, kind in enumerate(types) if kind == TokenType.CONTROL]
+    named = named_ends({text: token_id for token_id, text in enumerate(tokens)}, control)
     for added in (TokenType.CONTROL, TokenType.USER_DEFINED):
         special = added == TokenType.CONTROL
         listed = [text for text, kind in zip(tokens, types, strict=True) if kind == added]

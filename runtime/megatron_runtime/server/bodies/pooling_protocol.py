@@ -77,6 +77,12 @@ class ScoreBody(PoolingBody):
     data_1: Texts | None = None
     data_2: Texts | None = None
 
+    instruction: Annotated[Any, Only(None, "")] = None
+    chat_template_kwargs: Annotated[Any, Only(None, {})] = None
+    max_tokens_per_query: Annotated[Any, Only(None, 0)] = None
+    max_tokens_per_doc: Annotated[Any, Only(None, 0)] = None
+    use_activation: Annotated[Any, Only(None, True)] = None
+
     @model_validator(mode="after")
     def _has_two_sides(self) -> ScoreBody:
         present = {name for pair in _SIDES for name in pair if getattr(self, name) is not None}

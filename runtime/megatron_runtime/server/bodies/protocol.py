@@ -63,6 +63,8 @@ class GenerationBody(NullMeansAbsent, SamplingFields, VllmFields, ABC):
     stream: bool = False
     stream_options: StreamOptions | None = None
     streaming_interval: int = parameter("streaming_interval")
+    stream_interval: int | None = Field(None, ge=1)
+    """vLLM's name of ``streaming_interval``, which is used instead if it is set."""
     timeout: float | None = Field(None, gt=0)
     return_token_ids: bool = False
     return_tokenized_data: bool = False
@@ -87,6 +89,12 @@ class GenerationBody(NullMeansAbsent, SamplingFields, VllmFields, ABC):
     def _stream_options_belong_to_a_stream(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed together with stream: true")
+        return self
+
+    @model_validator(mode="after")
+    def _stream_interval_is_another_name(self) -> GenerationBody:
+        if self.stream_interval is not None and "streaming_interval" not in self.model_fields_set:
+            self.streaming_interval = self.stream_interval
         return self
 
     @model_validator(mode="after")

@@ -196,6 +196,7 @@ class ResponsesBody(GenerationBody):
     tool_choice: AnyResponseToolChoice = "auto"
     reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
     parallel_tool_calls: bool = True
+    include_reasoning: Annotated[bool, Only(True)] = True
     # The limit is for tools that run on OpenAI's servers, which this server does not have.
     max_tool_calls: int | None = Field(None, ge=1)
 

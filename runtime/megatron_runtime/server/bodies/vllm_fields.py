@@ -39,3 +39,12 @@ class VllmFields(BaseModel):
     multi_modal_data: Annotated[Any, Only(None, {})] = None
     mm_processor_kwargs: Annotated[Any, Only(None, {})] = None
     media_io_kwargs: Annotated[Any, Only(None, {})] = None
+    mm_payload: Annotated[Any, Only(None, {})] = None
+    return_mm_kwargs: Annotated[Any, Only(None, False)] = None
+    logprob_token_ids: Annotated[Any, Only(None, [])] = None
+    return_prompt_text: Annotated[Any, Only(None, False)] = None
+    return_token_offsets: Annotated[Any, Only(None, False)] = None
+    routed_experts_prompt_start: Annotated[Any, Only(None, 0)] = None
+    ec_transfer_params: Annotated[Any, Only(None, {})] = None
+    session_id: Annotated[Any, Only(None, "")] = None
+    watermarking: Annotated[Any, Only(None, False, {})] = None

@@ -67,7 +67,13 @@ class ResponseParsing:
         functions = () if self.tools.choice == "none" else self.tools.functions
         schemas = {function.name: function.schema_of_parameters for function in functions}
         calls = self.format.parser(schemas)
-        return MessageParser(thoughts, calls, most_calls=most_calls, begins_call=self.format.begins_call)
+        return MessageParser(
+            thoughts,
+            calls,
+            most_calls=most_calls,
+            begins_call=self.format.begins_call,
+            requires_call=self.tools.choice == "required",
+        )
 
     def limit_thinking(self, params: SamplingParams, budget: int | None = None) -> None:
         """Completes ``thinking_token_budget`` with the markers of the reasoning; answers without reasoning have no

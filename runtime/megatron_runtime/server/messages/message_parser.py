@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from megatron_runtime.server.messages.message_parts import CallStart, Content, Part, PartParser, joined
+from megatron_runtime.server.messages.message_parts import CallStart, Content, Part, PartParser, Reasoning, joined
+from megatron_runtime.server.messages.reasoning import ReasoningParser
 
 
 class MessageParser:
@@ -17,20 +18,23 @@ class MessageParser:
         calls: Parses tool calls; None if there are none.
         most_calls: Maximum number of calls, further ones are dropped; None for no limit.
         begins_call: Whether a text is the beginning of a call.
+        requires_call: Whether a grammar permits no text in place of a call.
     """
 
     def __init__(
         self,
-        reasoning: PartParser | None = None,
+        reasoning: ReasoningParser | None = None,
         calls: PartParser | None = None,
         *,
         most_calls: int | None = None,
         begins_call: Callable[[str], bool] = lambda _: False,
+        requires_call: bool = False,
     ) -> None:
         self._reasoning = reasoning
         self._calls = calls
         self._most_calls = most_calls
         self._begins_call = begins_call
+        self._requires_call = requires_call
         self._num_calls = 0
         self._space = ""
         self._is_after_call = False
@@ -41,17 +45,25 @@ class MessageParser:
         return joined(self._find_calls(parts))
 
     def finish(self, *, is_cut: bool = False) -> list[Part]:
-        """See ``PartParser``. The beginning of a call at the end is content, or dropped if the text was cut off."""
-        parts: list[Part] = [] if self._reasoning is None else self._reasoning.finish()
+        """See ``PartParser``.
+
+        The beginning of a call or of a marker at the end is content, or dropped if the text was cut off. If a call is
+        required, the end has no content.
+        """
+        parts: list[Part] = [] if self._reasoning is None else self._reasoning.finish(is_cut=is_cut)
         found = list(self._find_calls(parts))
         if self._calls is not None:
-            found += self._trim(part for part in self._calls.finish() if not (is_cut and self._is_part_of_call(part)))
+            rest = self._calls.finish()
+            found += self._trim(part for part in rest if not (is_cut and self._is_markup(part)))
             if self._num_calls == 0:
                 found.append(Content(self._space))
-        return joined(found)
+        return joined(part for part in found if not (self._requires_call and isinstance(part, Content)))
 
-    def _is_part_of_call(self, part: Part) -> bool:
-        return isinstance(part, Content) and (self._num_calls > 0 or self._begins_call(part.text))
+    def _is_markup(self, part: Part) -> bool:
+        """Whether a part that the parser of calls held back is the beginning of a call or of a marker."""
+        if isinstance(part, Content):
+            return self._num_calls > 0 or self._begins_call(part.text)
+        return isinstance(part, Reasoning)
 
     def _find_calls(self, parts: Iterable[Part]) -> Iterator[Part]:
         if self._calls is None:

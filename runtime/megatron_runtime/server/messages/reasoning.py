@@ -86,8 +86,10 @@ class ReasoningParser:
             parts.append(self._answer())
         return parts
 
-    def finish(self) -> list[Part]:
-        """See ``PartParser``."""
+    def finish(self, *, is_cut: bool = False) -> list[Part]:
+        """See ``PartParser``. The beginning of a marker at the end is text, or dropped if the text was cut off."""
+        if is_cut:
+            return []  # All that is held back is white space and the beginning of a marker.
         match self._state:
             case _ReasoningState.BEFORE:
                 return [Reasoning(self._held.strip()) if self._in_reasoning else Content(self._held)]

@@ -33,6 +33,8 @@ class TokenizeBody(BaseModel):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     tools: list[Tool] = Field(default_factory=list)
     return_token_strs: bool = False
+    media_io_kwargs: Annotated[Any, Only(None, {})] = None
+    mm_processor_kwargs: Annotated[Any, Only(None, {})] = None
 
     @model_validator(mode="after")
     def _one_of_prompt_and_messages(self) -> TokenizeBody:

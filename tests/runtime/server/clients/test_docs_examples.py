@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,10 @@ pytestmark = pytest.mark.model
 ADDRESS, MODEL = "http://127.0.0.1:8000", "smollm2"
 """Those of the server in the docs."""
 OF_CLIENTS = "docs/http-api.md"
-STAND_INS = {
-    "make venv": "the environment of the tests",
-    ". .venv/bin/activate": "PATH of the test",
-    'megatron-serve --model "$MODEL" --served-name smollm2 &': "the pod of the tests; the flags are parsed elsewhere",
-    "kill %1": "the pod stays",
-}
+STAND_INS = {"make venv": "the environment of the tests", ". .venv/bin/activate": "PATH of the test"}
 """Commands of the quickstart that the test does not run, with what it has instead."""
+START = 'megatron-serve --model "$MODEL"'
+"""A script with it is the quickstart."""
 WITHOUT_A_CLUSTER = "kind create cluster"
 """A block with it needs Docker and kind; tests/e2e/test_docs_commands.py checks its commands."""
 
@@ -69,23 +67,40 @@ def test_an_example_in_javascript_runs(block: DocBlock, shared_pod: Any, tmp_pat
     assert shown(block, done.stdout), done.stdout
 
 
-@pytest.mark.parametrize("block", [each for each in doc_blocks("bash") if WITHOUT_A_CLUSTER not in each.text], ids=str)
-def test_a_script_runs_in_order(block: DocBlock, shared_pod: Any) -> None:
-    lines = for_the_pod(block, shared_pod).splitlines()
-    script = "\n".join(line for line in lines if re.sub(r"\s+#.*", "", line) not in STAND_INS)
+def scripts(*, quickstart: bool) -> list[DocBlock]:
+    """The shell scripts for one machine: the quickstart, or those for its server."""
+    blocks = [each for each in doc_blocks("bash") if WITHOUT_A_CLUSTER not in each.text]
+    return [each for each in blocks if (START in each.text) is quickstart]
+
+
+def run(script: str) -> str:
+    """What the script prints; its background jobs have ended afterwards."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "NO_PROXY": "*", "OMP_NUM_THREADS": "1"}
-    command = ["bash", "-euo", "pipefail", "-c", script]
+    command = ["bash", "-euo", "pipefail", "-c", f"trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT\n{script}"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert ('"score"' if "/v1/score" in script else '"choices"') in done.stdout
-    if "model fetch" in script:
-        assert "The capital of France is Paris." in done.stdout
-        assert "Water boils at 100" in done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("block", scripts(quickstart=False), ids=str)
+def test_a_script_runs(block: DocBlock, shared_pod: Any) -> None:
+    printed = run(for_the_pod(block, shared_pod))
+    assert ('"score"' if "/v1/score" in block.text else '"choices"') in printed
+
+
+def test_the_quickstart_runs_as_pasted(new_host: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (quickstart,) = scripts(quickstart=True)
+    lines = [line for line in quickstart.text.splitlines() if re.sub(r"\s+#.*", "", line) not in STAND_INS]
+    host = new_host()
+    monkeypatch.setenv("MEGATRON_BIND_HOST", host)
+    printed = run("\n".join(lines).replace(ADDRESS, f"http://{host}:8000"))
+    assert '"content": "The capital of France is Paris."' in printed
+    assert "Water boils at 100" in printed
 
 
 def test_every_stand_in_is_a_command_of_the_quickstart() -> None:
-    (quickstart,) = (each for each in doc_blocks("bash") if each.page == "README.md" and "make venv" in each.text)
+    (quickstart,) = scripts(quickstart=True)
     lines = [re.sub(r"\s+#.*", "", line) for line in quickstart.text.splitlines()]
     assert STAND_INS.keys() <= set(lines)
     assert len(lines) <= 20

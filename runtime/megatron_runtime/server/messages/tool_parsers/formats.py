@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 import string
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ from megatron_runtime.server.messages.tool_parsers import harmony, hermes, llama
 from megatron_runtime.server.messages.tool_parsers.json_list import JsonListParser
 from megatron_runtime.server.messages.tool_parsers.sectioned import SectionedParser
 from megatron_runtime.server.messages.tool_parsers.tagged import TaggedParser, Tags
-from megatron_runtime.server.messages.tool_parsers.tool_format import ToolFormat
+from megatron_runtime.server.messages.tool_parsers.tool_format import ToolFormat, begun
 
 
 def _short_call_id() -> str:
@@ -34,7 +33,7 @@ _LLAMA3_JSON = ToolFormat(
     (*llama3_json.TAGS, llama3_json.END),
     ((llama3_json.TAGS[0],), ('{"name": function name, "parameters": ',)),
     CallFormat(separator="; ", arguments="parameters", has_marker=False),
-    unmarked=r'\{\s*"(name|type|parameters)"',
+    unmarked=r"\{\s*" + begun('"name"', '"type"', '"parameters"'),
 )
 _MISTRAL = ToolFormat(
     "mistral",
@@ -55,13 +54,14 @@ _PYTHON_CALL = CallFormat(
     parameters=ParameterFormat("{key}=", separator=", ", has_plain_text=False, keys=r"[A-Za-z_]\w*"),
     has_marker=False,
 )
+_UNMARKED_LIST = r"\[\s*[A-Za-z_][\w.-]*(?:\(|$)"
 _PYTHONIC = ToolFormat(
     "pythonic",
     lambda _: pythonic.PythonicParser(),
     (pythonic.BEGIN, pythonic.END),
     (("[func_name1(params_name1=params_value1",),),
     _PYTHON_CALL,
-    unmarked=r"\[\s*[A-Za-z_][\w.-]*\(",
+    unmarked=_UNMARKED_LIST,
 )
 _LLAMA4_PYTHONIC = replace(
     _PYTHONIC,
@@ -73,7 +73,7 @@ _GEMMA3 = replace(
     name="gemma3",
     parser=lambda _: pythonic.PythonicParser(may_be_fenced=True),
     template_markers=(("<start_of_turn>", "<start_of_image>"), ("<start_of_turn>", "[func_name1(")),
-    unmarked=r"\[\s*[A-Za-z_][\w.-]*\(|```tool_code",
+    unmarked=f"{_UNMARKED_LIST}|{begun('```tool_code')}",
 )
 
 _QWEN3_CODER_TAGS = Tags(
@@ -100,7 +100,7 @@ _QWEN3_CODER = ToolFormat(
         tail="</function>",
         parameters=ParameterFormat("<parameter={key}>\n", "\n</parameter>\n"),
     ),
-    unmarked=re.escape("<function="),
+    unmarked=begun("<function="),
 )
 _GLM45_TAGS = Tags("<tool_call>", "", "</tool_call>", "<arg_key>", "</arg_key>", "</arg_value>", value="<arg_value>")
 _GLM45 = ToolFormat(
@@ -138,7 +138,7 @@ _MINIMAX_M2 = ToolFormat(
         tail="</invoke>\n",
         parameters=ParameterFormat('<parameter name="{key}">', "</parameter>\n"),
     ),
-    unmarked=re.escape('<invoke name="'),
+    unmarked=begun('<invoke name="'),
 )
 
 _V3, _V31, _K2 = sectioned.DEEPSEEK_V3, sectioned.DEEPSEEK_V31, sectioned.KIMI_K2
@@ -218,7 +218,7 @@ HARMONY = ToolFormat(
         head=f"{{name}} {harmony.CONSTRAIN}json{harmony.MESSAGE}",
         is_single=True,
     ),
-    unmarked=r"to=functions",
+    unmarked=begun("to=functions"),
     has_channels=True,
 )
 

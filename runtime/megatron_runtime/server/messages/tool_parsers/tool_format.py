@@ -12,6 +12,12 @@ from megatron_runtime.server.messages.message_parts import PartParser
 from megatron_runtime.server.messages.tool_parsers.tagged import Schemas
 
 
+def begun(*texts: str) -> str:
+    """A regular expression for all of these texts, and for the beginning of one at the end of a text."""
+    begins = {text[:length] for text in texts for length in range(1, len(text))}
+    return f"(?:{'|'.join(map(re.escape, texts))}|(?:{'|'.join(map(re.escape, sorted(begins)))})$)"
+
+
 def _call_id() -> str:
     return f"call_{uuid.uuid4().hex}"
 
@@ -31,7 +37,8 @@ class ToolFormat:
     """Format for prompts, and for a grammar that enforces calls."""
     call_id: Callable[[], str] = _call_id
     unmarked: str = ""
-    """Regular expression for the beginning of a call without a marker; empty if every call has one."""
+    """Regular expression for the beginning of a call without a marker, also of one that ends with the text; empty if
+    every call has a marker."""
     has_channels: bool = False
     """Whether every answer consists of messages with channels, also without tools."""
 
@@ -43,7 +50,10 @@ class ToolFormat:
     def begins_call(self, text: str) -> bool:
         """Whether the text that a parser held back at the end of an answer is the beginning of a call."""
         text = text.lstrip()
+        if any(text.startswith(marker) for marker in self.markers):
+            return True
+        if len(text) < 2:  # One character may be content.
+            return False
         if self.unmarked and re.match(self.unmarked, text):
             return True
-        # One character may be content.
-        return any(text.startswith(marker) or (len(text) > 1 and marker.startswith(text)) for marker in self.markers)
+        return any(marker.startswith(text) for marker in self.markers)

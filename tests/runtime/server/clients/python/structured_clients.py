@@ -23,31 +23,32 @@ class GetWeather(BaseModel):
     days: int = Field(ge=1, le=9)
 
 
-class JsonObject(BaseModel):
-    """Any object: in these modes only the prompt has the schema, which a small model does not follow."""
-
-
 MODES: dict[str, Any] = {
     "FUNCTIONS": GetWeather,
     "TOOLS": GetWeather,
     "TOOLS_STRICT": GetWeather,
     "PARALLEL_TOOLS": Iterable[GetWeather],
     "RESPONSES_TOOLS": GetWeather,
+    "RESPONSES_TOOLS_WITH_INBUILT_TOOLS": GetWeather,
     "JSON_SCHEMA": GetWeather,
-    "JSON": JsonObject,
-    "MD_JSON": JsonObject,
-    "JSON_O1": JsonObject,
+    "JSON": GetWeather,
+    "MD_JSON": GetWeather,
+    "JSON_O1": GetWeather,
 }
 """Every mode of instructor for OpenAI, with the type to request."""
 
 
 def by_instructor(url: str, mode: str, wanted: Any) -> str:
     client = instructor.from_openai(OpenAI(base_url=url, api_key="none", max_retries=0), mode=instructor.Mode[mode])
-    limit = {"max_output_tokens" if mode == "RESPONSES_TOOLS" else "max_tokens": 120}
+    limit = {"max_output_tokens" if mode.startswith("RESPONSES") else "max_tokens": 120}
     # A small model does not choose to call tools, nor does it follow a schema that is only in the prompt.
+    schema = GetWeather.model_json_schema()
+    form = {"type": "json_schema", "json_schema": {"name": "weather", "schema": schema}}
     forced = {
         "PARALLEL_TOOLS": {"tool_choice": "required", "parallel_tool_calls": False},
-        "MD_JSON": {"guided_json": GetWeather.model_json_schema()},
+        "JSON": {"response_format": form},
+        "MD_JSON": {"guided_json": schema},
+        "JSON_O1": {"response_format": form},
     }
     asked = {"model": "chat", "messages": ASKED, "temperature": 0, "max_retries": 0, **limit}
     asked["extra_body"] = forced.get(mode, {})

@@ -1,0 +1,99 @@
+"""Tensors as Hugging Face's files have them, made of rows of the tensors of a GGUF file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron_runtime.model.formats.coded_rows import CODINGS
+from megatron_runtime.model.formats.gguf_file import GgufTensor
+from megatron_runtime.model.formats.tensor_names import TensorNames
+from megatron_runtime.model.formats.weight_source import StoredTensor
+from megatron_runtime.model.recurrent_config import GatedDeltaConfig, Mamba2Config, RecurrentConfig
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """``count`` rows of a GGUF tensor from ``start`` on."""
+
+    tensor: GgufTensor
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class TensorRows:
+    """A tensor of this ``shape`` with the rows of one range, or of several after another."""
+
+    shape: tuple[int, ...]
+    ranges: tuple[RowRange, ...]
+
+    @classmethod
+    def whole(cls, tensor: GgufTensor) -> TensorRows:
+        """All of a GGUF tensor."""
+        return cls(tensor.shape, (RowRange(tensor, 0, tensor.num_rows),))
+
+    def pieces(self, first: int, last: int) -> Iterator[tuple[GgufTensor, slice]]:
+        """Where the rows from ``first`` to ``last`` are."""
+        for part in self.ranges:
+            begin, end = max(first, 0), min(last, part.count)
+            if begin < end:
+                yield part.tensor, slice(part.start + begin, part.start + end)
+            first, last = first - part.count, last - part.count
+
+    @property
+    def stored(self) -> StoredTensor:
+        """As the interface of readers has it. Rows of different types have no coding."""
+        kinds = list(dict.fromkeys(str(part.tensor.kind.name) for part in self.ranges))
+        coding = CODINGS.get(kinds[0]) if len(kinds) == 1 else None
+        num_bytes = sum(part.tensor.row_bytes * part.count for part in self.ranges)
+        return StoredTensor(self.shape, num_bytes, "+".join(kinds), coding)
+
+
+def expert_rows(tensor: GgufTensor, names: TensorNames, layer: str, part: str, kind: str) -> dict[str, TensorRows]:
+    """The experts of a layer in a stacked ``tensor`` [experts, out, in] or [experts, out], by Hugging Face's names."""
+    count, *shape = tensor.shape
+    name = {"gate": names.expert_gate_up[0], "up": names.expert_gate_up[-1], "down": names.expert_down}[part]
+    prefix, rows = names.layer.format(layer), math.prod(shape[:-1])
+    return {
+        f"{prefix}{names.expert.format(index)}{name}.{kind}": TensorRows(
+            tuple(shape), (RowRange(tensor, index * rows, rows),)
+        )
+        for index in range(count)
+    }
+
+
+def recurrent_inputs(mixed: TensorRows, gates: TensorRows, sizes: GatedDeltaConfig) -> TensorRows | None:
+    """The matrix of the inputs of a gated delta layer; None if the shapes of its parts don't fit.
+
+    It has for each key head its query and key, then the values and the gates of its value heads. Files have a matrix
+    of all queries, keys and values, and one of the gates; those of earlier converters have the whole matrix.
+    """
+    if len(mixed.shape) != 2 or (mixed.shape[0], gates.shape) != (sizes.channels, (sizes.values, *mixed.shape[1:])):
+        return None
+    of_head = sizes.values // sizes.key_heads
+    places = [(0, sizes.key_dim), (sizes.keys, sizes.key_dim), (2 * sizes.keys, of_head)]
+    (all_mixed,), (all_gates,) = mixed.ranges, gates.ranges
+    ranges: list[RowRange] = []
+    for head in range(sizes.key_heads):
+        ranges += (replace(all_mixed, start=at + head * count, count=count) for at, count in places)
+        ranges.append(replace(all_gates, start=head * of_head, count=of_head))
+    return TensorRows((sizes.channels + sizes.values, *mixed.shape[1:]), tuple(ranges))
+
+
+def reshape_recurrent(tensors: dict[str, TensorRows], sizes: RecurrentConfig, names: TensorNames) -> None:
+    """Give the tensors of recurrent layers Hugging Face's shapes, where files have as many numbers in other ones."""
+    shapes: dict[str, tuple[int, ...]] = {
+        names.log_rates: (sizes.value_heads,),
+        names.skips: (sizes.value_heads,),
+        f"{names.convolution}.weight": (sizes.channels, 1, sizes.taps),
+    }
+    if isinstance(sizes, Mamba2Config):
+        shapes[f"{names.recurrent_norm}.weight"] = (sizes.values,)
+    for name, shape in ((names.layer.format(layer) + name, shapes[name]) for layer in sizes.layers for name in shapes):
+        rows = tensors.get(name)
+        if rows is None or math.prod(rows.shape) != math.prod(shape):
+            continue
+        if len(shape) == 1 or rows.shape[-1] == shape[-1]:
+            tensors[name] = replace(rows, shape=shape)
