@@ -9,6 +9,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -252,6 +253,7 @@ class DataParallelInferenceCoordinator:
     def start(self) -> None:
         """Run until `stop` or SHUTDOWN; then write the routing trace and close the socket."""
         core = self._core
+        unforgotten = partial(core.protocol_errors.add, "a closed connection could not be forgotten")
         next_tick = core.clock()
         try:
             while not core.stopping:
@@ -261,7 +263,9 @@ class DataParallelInferenceCoordinator:
                 now = core.clock()
                 if now >= next_tick:
                     core.tick(now)
-                    self._router_socket.forget_closed(core.is_known, codec.encode(Headers.BEAT, core.epoch))
+                    self._router_socket.forget_closed(
+                        core.is_known, codec.encode(Headers.BEAT, core.epoch), unforgotten
+                    )
                     self.on_tick()
                     next_tick = now + TICK_SECONDS
                 core.notify_subscribers()
@@ -278,8 +282,9 @@ class DataParallelInferenceCoordinator:
     def _flush(self) -> None:
         """Send all messages. The loss of a peer that can't be reached may add messages for others."""
         lost: set[bytes] = set()
+        not_encoded = partial(self._core.protocol_errors.add, "a message could not be encoded")
         while self._core.outbox:
-            for peer, frames in self._core.outbox.drain():
+            for peer, frames in self._core.outbox.drain(not_encoded):
                 if peer not in lost and not self._send(peer, frames):
                     lost.add(peer)
 

@@ -130,13 +130,13 @@ class Core:
             self.lifecycle.expire,
             self.weights.expire,
             self.adapters.expire,
+            self._release,
         ):
             try:
                 task(now)
             except Exception as failure:
                 # As in `handle`: a defect must not end the service.
                 self.protocol_errors.add("a periodic task of the coordinator failed", failure)
-        self.outbox.release()
 
     def _note_stall(self, now: float) -> None:
         """Messages of the time in which this process was stopped are not received yet: no peer is lost by that."""
@@ -147,6 +147,9 @@ class Core:
         self._ticks = Ticks(now)
         for engine in self.engines:
             engine.pushed = 0
+
+    def _release(self, _: float) -> None:
+        self.outbox.release()
 
     def _beat_engines(self, now: float) -> None:
         for engine in self.engines:
@@ -171,13 +174,16 @@ class Core:
 
     def notify_subscribers(self) -> None:
         """Send the state of the service to the subscribers that have an older revision."""
-        revision = self.lifecycle.revision
-        behind = [client for client in self.clients.values() if client.subscribed and client.sent_revision < revision]
-        if behind:
-            content = self.service_state().serialize()
-            for client in behind:
-                client.sent_revision = revision
-                self.outbox.put(client.identity, Headers.SERVICE_STATE, None, content)
+        revision, content = self.lifecycle.revision, None
+        for client in self.clients.values():
+            try:
+                if client.subscribed and client.sent_revision < revision:
+                    content = content or self.service_state().serialize()
+                    client.sent_revision = revision
+                    self.outbox.put(client.identity, Headers.SERVICE_STATE, None, content)
+            except Exception as failure:
+                # As in `handle`: a defect must not end the service.
+                self.protocol_errors.add("the state of the service could not be sent", failure)
 
     def service_state(self) -> ServiceState:
         """The current state of the service."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron_runtime.headers import Headers
@@ -58,12 +58,16 @@ class Outbox:
         for item in self._deferred.pop((peer, header)):
             self.add(peer, header, item)
 
-    def drain(self) -> Iterator[tuple[bytes, list[bytes]]]:
-        """Empties the outbox: (peer, frames) in order. Messages added meanwhile stay for the next call."""
+    def drain(self, failed: Callable[[Exception], None]) -> Iterator[tuple[bytes, list[bytes]]]:
+        """Empties the outbox: (peer, frames) in order. Messages added meanwhile stay for the next call.
+
+        ``failed`` is called with the error of an item that can't be encoded; the others of its message are sent.
+        """
         pending, self._pending = self._pending, {}
         for peer, messages in pending.items():
             for message in messages:
-                yield peer, message.frames()
+                for frames in _encoded(message, failed):
+                    yield peer, frames
 
     def discard(self, peer: bytes) -> None:
         """Drop the messages for a lost peer."""
@@ -84,6 +88,31 @@ class _Pending:
         """Whether an item with this body belongs into the next message."""
         return self.items is None or len(self.items) >= MAX_BATCH or self.bodies.is_full_for(body or b"", shares=shares)
 
+    def singles(self) -> list[_Pending]:
+        """A message per item, if there are several and each has a body or none has; else nothing."""
+        items = self.items or []
+        bodies: Sequence[bytes | None] = self.bodies.bodies or [None] * len(items)
+        if len(items) < 2 or len(bodies) != len(items):
+            return []
+        return [self._single(item, body) for item, body in zip(items, bodies, strict=True)]
+
+    def _single(self, item: Any, body: bytes | None) -> _Pending:
+        single = _Pending(self.header, (), [item])
+        if body is not None:
+            single.bodies.add(body)
+        return single
+
     def frames(self) -> list[bytes]:
         args = self.args if self.items is None else (self.items,)
         return encode(self.header, *args, bodies=self.bodies.frames)
+
+
+def _encoded(message: _Pending, failed: Callable[[Exception], None]) -> list[list[bytes]]:
+    try:
+        return [message.frames()]
+    except Exception as failure:
+        # A defect must cost one item, not the service.
+        singles = message.singles()
+        if not singles:
+            failed(failure)
+        return [frames for single in singles for frames in _encoded(single, failed)]

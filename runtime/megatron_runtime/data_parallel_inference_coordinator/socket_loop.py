@@ -87,10 +87,19 @@ class RouterSocket:
         self._names.pop(self._connections.get(name, b""), None)
         self._connections[name], self._names[connection] = connection, name
 
-    def forget_closed(self, is_known: Callable[[bytes], bool], probe: list[bytes]) -> None:
-        """Forget the named peers for which ``is_known`` is false and that the message ``probe`` can't be sent to."""
-        for name in [name for name in self._connections if not is_known(name)]:
-            self.send(name, probe)
+    def forget_closed(
+        self, is_known: Callable[[bytes], bool], probe: list[bytes], failed: Callable[[Exception], None]
+    ) -> None:
+        """Forget the named peers for which ``is_known`` is false and that the message ``probe`` can't be sent to.
+
+        ``failed`` is called with the error of a peer; it does not keep the others from being forgotten.
+        """
+        for name in list(self._connections):
+            try:
+                if not is_known(name):
+                    self.send(name, probe)
+            except Exception as failure:
+                failed(failure)
 
     def _count_refusals(self) -> None:
         while self._monitor.poll(0):

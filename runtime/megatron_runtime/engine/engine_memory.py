@@ -10,8 +10,8 @@ from megatron_runtime.engine.context import DynamicInferenceContext
 from megatron_runtime.engine.decode_graphs import make_decode_graphs
 from megatron_runtime.engine.text_generation_controller import TextGenerationController
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.host_memory import return_freed_memory
 from megatron_runtime.model.refit import Weights, offload_weights, restore_weights, update_weights
+from megatron_runtime.processes.allocator import return_freed_memory
 
 
 class EngineMemory:

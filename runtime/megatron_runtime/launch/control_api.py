@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Annotated, Any, Protocol
 
-from fastapi import Depends, FastAPI, Query, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,6 +20,7 @@ from megatron_runtime.errors import (
     TransitionTimeoutError,
 )
 from megatron_runtime.headers import Headers
+from megatron_runtime.launch.control_token import ControlToken
 from megatron_runtime.launch.identity import Lifecycle
 from megatron_runtime.launch.pod_state import PodState
 from megatron_runtime.lifecycle import SIGNALS
@@ -34,6 +34,7 @@ BODY_SECONDS = 10.0
 DEFAULT_TRANSITION = 120.0
 Wait = Annotated[bool, Query()]
 TransitionTimeout = Annotated[float, Query(gt=0, le=3600)]
+_OPEN_PATHS = ("/healthz", "/readyz", "/metrics")
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -120,14 +121,15 @@ def create_control_api(
     """
     app = FastAPI(title="Megatron control API", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(BodyLimit, options=HttpOptions(max_body_bytes=MAX_BODY_BYTES, body_timeout=BODY_SECONDS))
+    # What is added last handles a request first.
+    app.add_middleware(ControlToken, token=token, open_paths=_OPEN_PATHS, refuse=_refusal)
     app.add_middleware(SameOriginOnly, is_local=is_local, refuse=_refusal)
     _install_handlers(app)
-    guarded = [Depends(_bearer(token))]
     _install_probes(app, state)
     _install_metrics(app, metrics)
-    _install_state(app, state, guarded)
-    _install_roles(app, state, roles, guarded)
-    _install_signals(app, state, sender, guarded)  # last: its path matches every word
+    _install_state(app, state)
+    _install_roles(app, state, roles)
+    _install_signals(app, state, sender)  # last: its path matches every word
     return app
 
 
@@ -142,9 +144,10 @@ def create_download_api(state: Callable[[], dict[str, Any]], *, token: str) -> F
     """The application of the control API of a pod that downloads a model: ``state`` returns that of ``GET /v1/state``,
     and ``token`` as for the control API."""
     app = FastAPI(title="Megatron download", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(ControlToken, token=token, refuse=_refusal)
     _install_handlers(app)
 
-    @app.get("/v1/state", dependencies=[Depends(_bearer(token))])
+    @app.get("/v1/state")
     def read_state() -> dict[str, Any]:
         return state()
 
@@ -168,8 +171,8 @@ def _install_metrics(app: FastAPI, metrics: Callable[[], bytes]) -> None:
         return Response(metrics(), media_type=METRICS_TYPE)
 
 
-def _install_state(app: FastAPI, state: PodState, guarded: list[Any]) -> None:
-    @app.get("/v1/state", dependencies=guarded)
+def _install_state(app: FastAPI, state: PodState) -> None:
+    @app.get("/v1/state")
     async def read_state(
         after: int | None = Query(None), timeout: float = Query(30.0, ge=0, le=MAX_POLL_SECONDS)
     ) -> dict[str, Any]:
@@ -178,28 +181,26 @@ def _install_state(app: FastAPI, state: PodState, guarded: list[Any]) -> None:
         return state.body()
 
 
-def _install_roles(app: FastAPI, state: PodState, roles: LeaderRole | None, guarded: list[Any]) -> None:
+def _install_roles(app: FastAPI, state: PodState, roles: LeaderRole | None) -> None:
     def changeable() -> LeaderRole:
         if roles is None:
             raise _Refused(409, "FixedRole", "a standalone launcher always leads")
         return roles
 
-    @app.post("/v1/lead", dependencies=guarded)
+    @app.post("/v1/lead")
     async def lead(body: LeadBody) -> JSONResponse:
         if state.facts.draining:
             raise _Refused(409, "Draining", "this pod is draining; choose another leader")
         await _decide(changeable().lead(body.epoch, body.lifecycle))
         return JSONResponse({"role": "leader", "epoch": body.epoch})
 
-    @app.post("/v1/step-down", dependencies=guarded)
+    @app.post("/v1/step-down")
     async def step_down(body: StepDownBody) -> JSONResponse:
         await _decide(changeable().step_down(body.epoch))
         return JSONResponse({"role": "worker", "epoch": body.epoch})
 
 
-def _install_signals(
-    app: FastAPI, state: PodState, sender: Callable[[], SignalSender | None], guarded: list[Any]
-) -> None:
+def _install_signals(app: FastAPI, state: PodState, sender: Callable[[], SignalSender | None]) -> None:
     def leading() -> SignalSender:
         if (found := sender()) is None:
             raise _Refused(409, "NotLeader", "this pod is not the leader; send signals to the leader")
@@ -209,7 +210,7 @@ def _install_signals(
         body = {"accepted": True, "engineState": state.facts.engine_state}
         return JSONResponse(body, status_code=200 if wait else 202)
 
-    @app.post("/v1/weights", dependencies=guarded)
+    @app.post("/v1/weights")
     async def update_weights(
         body: WeightsBody, wait: Wait = False, timeout: TransitionTimeout = DEFAULT_TRANSITION
     ) -> JSONResponse:
@@ -217,19 +218,19 @@ def _install_signals(
         return accepted(wait)
 
     # Megatron's server has both paths too.
-    @app.post("/start_profile", dependencies=guarded)
-    @app.post("/v1/start_profile", dependencies=guarded)
+    @app.post("/start_profile")
+    @app.post("/v1/start_profile")
     async def start_profile() -> dict[str, str]:
         await _send(leading().profile(start=True), state)
         return {"status": "ok", "action": "start_profile"}
 
-    @app.post("/stop_profile", dependencies=guarded)
-    @app.post("/v1/stop_profile", dependencies=guarded)
+    @app.post("/stop_profile")
+    @app.post("/v1/stop_profile")
     async def stop_profile() -> dict[str, str]:
         await _send(leading().profile(start=False), state)
         return {"status": "ok", "action": "stop_profile"}
 
-    @app.post("/v1/{signal}", dependencies=guarded)
+    @app.post("/v1/{signal}")
     async def signal_engines(
         signal: str, wait: Wait = False, timeout: TransitionTimeout = DEFAULT_TRANSITION
     ) -> JSONResponse:
@@ -265,15 +266,6 @@ async def _send(sending: Coroutine[Any, Any, None], state: PodState) -> None:
         raise _Refused(503, "EngineUnreachable", str(error)) from error
 
 
-def _bearer(token: str | None) -> Callable[[Request], None]:
-    def check(request: Request) -> None:
-        given = request.headers.get("authorization", "").encode()
-        if token is not None and not hmac.compare_digest(given, f"Bearer {token}".encode()):
-            raise _Refused(401, "Unauthorized", "send the control token as Authorization: Bearer <token>")
-
-    return check
-
-
 def _install_handlers(app: FastAPI) -> None:
     async def refused(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, _Refused)
@@ -289,7 +281,9 @@ def _install_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {error.detail}"
         code = "NotFound" if error.status_code == 404 else "Refused"
-        return _refusal(error.status_code, code, message)
+        response = _refusal(error.status_code, code, message)
+        response.headers.update(error.headers or {})
+        return response
 
     app.add_exception_handler(_Refused, refused)
     app.add_exception_handler(RequestValidationError, invalid)

@@ -31,6 +31,13 @@ class HttpFlags:
         int, typer.Option(help="Answers in progress per frontend process; more requests get 429.")
     ] = HttpOptions.max_in_flight
     max_body: Annotated[str, typer.Option(help="Largest body of a request.")] = "16Mi"
+    max_total_body: Annotated[
+        str,
+        typer.Option(
+            help="Maximum size of the bodies of all requests in progress, per frontend process; half of it may come"
+            " from one address. Beyond it, bodies get 503 or 429, except those of up to 32 KiB."
+        ),
+    ] = "256Mi"
     body_timeout: Annotated[float, typer.Option(help="Seconds that the body of a request may take to arrive.")] = (
         HttpOptions.body_timeout
     )
@@ -102,6 +109,7 @@ class HttpFlags:
         """The same as options; ConfigurationError names a flag whose value can't be parsed."""
         return HttpOptions(
             max_body_bytes=parse_bytes(self.max_body, "--max-body"),
+            max_total_body_bytes=parse_bytes(self.max_total_body, "--max-total-body"),
             body_timeout=self.body_timeout,
             max_in_flight=self.max_in_flight,
             cors_origins=tuple(self.cors_origin or ()),

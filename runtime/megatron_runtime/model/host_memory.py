@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import mmap
 
@@ -45,10 +44,3 @@ def _pages(size: int) -> mmap.mmap:
     with contextlib.suppress(AttributeError, OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
-
-
-def return_freed_memory() -> None:
-    """Return freed memory to the system, where the C library can (glibc keeps freed blocks of up to 32 MiB)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -11,12 +11,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_runtime.errors import AdapterNotFoundError, CheckpointError, InvalidRequestError
 from megatron_runtime.sampling_params import LONGEST_NAME
+from megatron_runtime.server.body_route import body_route
 from megatron_runtime.server.control_requests import control
 from megatron_runtime.server.documentation import answers
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.frontend_context import FrontendContext
 
 LOAD_SECONDS = 120.0
+MAX_BODY_BYTES = 64 * 2**10
 _ERRORS = {status: answer for status, answer in answers({}).items() if status != 200}
 
 
@@ -42,7 +44,9 @@ class LoadAdapterBody(BaseModel):
 
 def adapter_routes(frontend: FrontendContext) -> APIRouter:
     """The routes, which need the control token."""
-    router = APIRouter(tags=["management"], dependencies=[Depends(frontend.check_control_token)])
+    route = body_route(frontend.large_bodies, max_bytes=MAX_BODY_BYTES)
+    guarded = [Depends(frontend.check_control_token)]
+    router = APIRouter(tags=["management"], dependencies=guarded, route_class=route)
 
     @router.post("/v1/load_lora_adapter", response_class=PlainTextResponse, responses=_ERRORS)
     async def load_lora_adapter(body: LoadAdapterBody, request: Request) -> Response:

@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from megatron_runtime.server.errors import ApiError
+from megatron_runtime.server.held_bodies import check_size
 from megatron_runtime.server.large_bodies import LargeBodies
 
 MAX_COPIED_BYTES = 64 * 2**20
@@ -47,6 +48,8 @@ class BodyRoute(APIRoute):
     """
 
     large_bodies: ClassVar[LargeBodies]
+    max_bytes: ClassVar[int | None] = None
+    """Largest body of the route, if that is less than the server's limit."""
 
     @staticmethod
     def convert(content: Any) -> Any:
@@ -68,7 +71,7 @@ class BodyRoute(APIRoute):
         for check in self.dependencies:
             assert check.dependency is not None
             await check.dependency(request)
-        raw = await _received(request)
+        raw = await _received(request, self.max_bytes)
         is_json = _is_json(request.headers.get("content-type", ""))
         body = await self.large_bodies.run(len(raw), self._parsed, raw, is_json=is_json)
         answer: Response = await self.endpoint(body, request)
@@ -84,10 +87,12 @@ class BodyRoute(APIRoute):
         return body
 
 
-def body_route(large_bodies: LargeBodies, convert: Callable[[Any], Any] | None = None) -> type[BodyRoute]:
+def body_route(
+    large_bodies: LargeBodies, convert: Callable[[Any], Any] | None = None, *, max_bytes: int | None = None
+) -> type[BodyRoute]:
     """A BodyRoute for APIRouter, which may convert the parsed body before it is validated."""
     changed = {} if convert is None else {"convert": staticmethod(convert)}
-    return type("ConfiguredBodyRoute", (BodyRoute,), {"large_bodies": large_bodies, **changed})
+    return type("ConfiguredBodyRoute", (BodyRoute,), {"large_bodies": large_bodies, "max_bytes": max_bytes, **changed})
 
 
 def _check_copies(n: int, size: int) -> None:
@@ -97,10 +102,16 @@ def _check_copies(n: int, size: int) -> None:
         raise ApiError(400, message, param="n")
 
 
-async def _received(request: Request) -> bytes:
-    """The body. Errors are those of FastAPI."""
+async def _received(request: Request, limit: int | None) -> bytes:
+    """The body. Errors are those of FastAPI, and 413 for a body beyond ``limit``."""
     try:
-        return await request.body()
+        if limit is None:
+            return await request.body()
+        raw = b""
+        async for piece in request.stream():
+            raw += piece
+            check_size(len(raw), limit)
+        return raw
     except HTTPException:
         raise
     except Exception as error:

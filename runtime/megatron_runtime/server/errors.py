@@ -23,7 +23,15 @@ def context_length(longest: int) -> str:
     return f"This model's maximum context length is {longest} tokens, for prompt and answer together."
 
 
-_CODES = {404: "not_found", 405: "method_not_allowed", 408: "body_timeout", 413: "body_too_large"}
+_CODES = {
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "body_timeout",
+    413: "body_too_large",
+    429: "bodies_too_large",
+    503: "bodies_too_large",
+}
+_KINDS = {408: "timeout_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
 
 
 class ApiError(Exception):
@@ -134,7 +142,7 @@ def _not_repeatable(_: Request, error: PydanticSerializationError) -> ApiError:
 
 def _http_error(request: Request, error: HTTPException) -> ApiError:
     message = f"{request.method} {request.url.path}: {error.detail}"
-    kind = "timeout_error" if error.status_code == 408 else "invalid_request_error"
+    kind = _KINDS.get(error.status_code, "invalid_request_error")
     return ApiError(error.status_code, message, kind=kind, code=_CODES.get(error.status_code))
 
 

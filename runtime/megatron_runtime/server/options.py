@@ -23,6 +23,8 @@ class HttpOptions:
 
     max_body_bytes: int = 16 * 2**20
     """Larger bodies are rejected with 413."""
+    max_total_body_bytes: int = 256 * 2**20
+    """Bytes of the bodies of all requests in progress of a process; see ``held_bodies.py``."""
     body_timeout: float = 60.0
     """A body that takes longer to arrive is rejected with 408."""
     max_in_flight: int = 2048
@@ -70,6 +72,9 @@ class HttpOptions:
         for name in ("max_body_bytes", "body_timeout", "max_in_flight"):
             if getattr(self, name) <= 0:
                 raise ConfigurationError(f"{name}={getattr(self, name)} must be more than 0", field=name)
+        if self.max_total_body_bytes < self.max_body_bytes:
+            message = f"{self.max_total_body_bytes} bytes are less than --max-body ({self.max_body_bytes} bytes)"
+            raise ConfigurationError(f"--max-total-body: {message}; increase it", field="max_total_body_bytes")
         if self.access_log not in ACCESS_LOGS:
             raise ConfigurationError(
                 f"access_log={self.access_log!r} must be one of {', '.join(ACCESS_LOGS)}", field="access_log"

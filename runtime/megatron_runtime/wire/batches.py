@@ -47,6 +47,7 @@ class BodyFrames:
 
     def __init__(self) -> None:
         self.frames: list[bytes] = []
+        self.bodies: list[bytes] = []
         self._size = 0
         self._last = b""
 
@@ -55,6 +56,7 @@ class BodyFrames:
         frame = b"" if shares and body is self._last else body
         self._last = body or self._last
         self.frames.append(frame)
+        self.bodies.append(body)
         self._size += len(frame)
         return len(frame)
 

@@ -134,7 +134,7 @@ MEASURE = """
     from megatron_runtime.config import InferenceConfig
     from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
     from megatron_runtime.model.checkpoint import load_model, load_tokenizer
-    from megatron_runtime.model.host_memory import return_freed_memory
+    from megatron_runtime.processes.allocator import return_freed_memory
     from megatron_runtime.sampling_params import SamplingParams
 
     def resident():  # without mapped files, which the system takes back by itself

@@ -87,7 +87,13 @@ def test_the_newest_connection_of_a_name_gets_the_messages_for_it(router: Router
 
 
 def test_names_of_closed_connections_are_forgotten(router: RouterSocket) -> None:
-    probe = codec.encode(Headers.BEAT, "epoch")
+    probe, failures = codec.encode(Headers.BEAT, "epoch"), list[Exception]()
+
+    def is_known(name: bytes) -> bool:
+        if name == b"open" and not failures:
+            raise LookupError("a defect")
+        return name == b"known"
+
     with unknown_peer(router.address) as known, unknown_peer(router.address) as open_one:
         for name, socket in ((b"known", known), (b"open", open_one)):
             socket.send(sockets.name_frame(name))
@@ -97,13 +103,15 @@ def test_names_of_closed_connections_are_forgotten(router: RouterSocket) -> None
             closed.send_multipart([b"1"])
             assert {peer for peer, _ in received(router, 3)} == {b"known", b"open", b"closed"}
         for _ in range(100):
-            router.forget_closed(lambda name: name == b"known", probe)
+            router.forget_closed(is_known, probe, failures.append)
             if b"closed" not in router._connections:
                 break
             router.receive(0.05, lambda _peer, _frames: None)
         assert router._connections.keys() == set(router._names.values()) == {b"known", b"open"}
+        router.forget_closed(is_known, probe, failures.append)
         receive(open_one, Headers.BEAT)
         assert not known.poll(100)
+    assert [str(failure) for failure in failures] == ["a defect"]
 
 
 async def test_an_engine_that_reconnects_keeps_its_requests(fleet: Fleet) -> None:

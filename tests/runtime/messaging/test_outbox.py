@@ -9,7 +9,9 @@ from megatron_runtime.wire.codec import decode
 
 def taken(outbox: Outbox) -> list[tuple[bytes, Headers, int]]:
     """Peer, type and number of items of each message."""
-    messages = [(peer, decode(frames)) for peer, frames in outbox.drain()]
+    failures: list[Exception] = []
+    messages = [(peer, decode(frames)) for peer, frames in outbox.drain(failures.append)]
+    assert failures == []
     return [(peer, message.header, len(message.args[0])) for peer, message in messages]
 
 
@@ -62,3 +64,32 @@ def test_messages_for_a_lost_peer_are_discarded() -> None:
     outbox.discard(b"a")
     outbox.release()
     assert taken(outbox) == [(b"b", Headers.REPLY_ACK, 1)]
+
+
+def test_an_item_that_cannot_be_encoded_is_reported_and_the_others_are_sent() -> None:
+    outbox, failures = Outbox(), list[Exception]()
+    for number in (1, 2**70, 3):
+        outbox.add(b"a", Headers.ENGINE_REPLY, number, b"body of %d" % number)
+        outbox.add(b"b", Headers.REPLY_ACK, number)
+        outbox.put(b"c", Headers.PAUSE, number)
+    sent = [(peer, decode(frames)) for peer, frames in outbox.drain(failures.append)]
+    assert [(peer, message.args) for peer, message in sent] == [
+        (b"a", [[1]]),
+        (b"a", [[3]]),
+        (b"b", [[1]]),
+        (b"b", [[3]]),
+        (b"c", [1]),
+        (b"c", [3]),
+    ]
+    assert [message.bodies for peer, message in sent if peer == b"a"] == [[b"body of 1"], [b"body of 3"]]
+    assert [type(failure) for failure in failures] == [OverflowError] * 3
+    assert not outbox
+
+
+def test_the_other_items_of_a_message_keep_the_body_that_they_share() -> None:
+    outbox, failures, body = Outbox(), list[Exception](), b"shared"
+    for number in (1, 2**70, 3):
+        outbox.add(b"a", Headers.SUBMIT_REQUEST, number, body, shares=True)
+    sent = [decode(frames) for _, frames in outbox.drain(failures.append)]
+    assert [(message.args, message.bodies) for message in sent] == [([[1]], [body]), ([[3]], [body])]
+    assert [type(failure) for failure in failures] == [OverflowError]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from runtime_support.resident_memory import resident_bytes
 
-from megatron_runtime.model.host_memory import empty_matrix, return_freed_memory, zeros
+from megatron_runtime.model.host_memory import empty_matrix, zeros
+from megatron_runtime.processes.allocator import return_freed_memory
 
 COUNT, ROWS, COLUMNS = 64, 256, 1024
 
