@@ -141,7 +141,7 @@ class Crowd:
             "temperature": job.params.temperature,
             "seed": job.params.seed,
             "max_tokens": job.params.num_tokens_to_generate,
-            "extra_body": {"ignore_eos": True, "bad_words": job.params.bad_words},
+            "extra_body": {"ignore_eos": True, "bad_words": job.params.bad_words, "padding": "x" * job.padding},
             "extra_headers": {} if job.key is None else {"Idempotency-Key": job.key},
         }
         if not job.stream:

@@ -25,8 +25,9 @@ SPARE = 1.2
 LARGE_EVERY = 25
 """Every such job has a large body."""
 BODY_BYTES = (100_000, 1_000_000)
-LONGEST_BAD_WORD = 1000
-"""Bytes; longer than any answer, so that these words change no answer."""
+"""Over HTTP, where it has a field that the server ignores."""
+BAD_WORDS, BAD_WORD_BYTES = 16, 1000
+"""Of the large bodies that engines get; longer than any answer, so that these words change none."""
 PREFIX_TOKENS = 48
 
 
@@ -36,6 +37,7 @@ class Job:
 
     Attributes:
         hasty: The client disconnects and sends the request again at once, several times.
+        padding: Bytes of a field of the HTTP body that the server ignores.
         tokens: The answer.
         text: The same as text.
     """
@@ -46,6 +48,7 @@ class Job:
     stream: bool
     http: bool
     hasty: bool
+    padding: int = 0
     tokens: Sequence[int] = ()
     text: str = ""
 
@@ -92,8 +95,7 @@ def _candidate(number: int, rng: random.Random) -> Job:
 def _enlarged(job: Job, rng: random.Random) -> Job:
     if job.number % LARGE_EVERY:
         return job
-    count = rng.choice(BODY_BYTES) // LONGEST_BAD_WORD
     params = SamplingParams.deserialize(job.params.serialize())
-    words = ["".join(rng.choices(string.ascii_lowercase, k=LONGEST_BAD_WORD)) for _ in range(count)]
+    words = ["".join(rng.choices(string.ascii_lowercase, k=BAD_WORD_BYTES)) for _ in range(BAD_WORDS)]
     params.add_attributes({"bad_words": words})
-    return replace(job, params=params)
+    return replace(job, params=params, padding=rng.choice(BODY_BYTES))
