@@ -139,7 +139,7 @@ def test_the_crd_has_the_fields_of_kubectl_scale_and_get() -> None:
 
 
 @pytest.mark.parametrize(
-    "engine", [{"mambaMemoryRatio": 0}, {"mambaMemoryRatio": 1}, {"prefixCachingMambaGb": -0.5}], ids=str
+    "engine", [{"mambaMemoryRatio": -0.5}, {"mambaMemoryRatio": 1}, {"prefixCachingMambaGb": -0.5}], ids=str
 )
 def test_the_schema_rejects_shares_of_recurrent_states_that_can_not_be_given(engine: dict[str, float]) -> None:
     with pytest.raises(jsonschema.ValidationError):

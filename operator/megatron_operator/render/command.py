@@ -57,7 +57,7 @@ def arguments(resource: MegatronInference, *, max_restarts: int) -> list[str]:
     }
     if spec.kv_cache_memory is not None:
         flags["--kv-cache-memory"] = spec.kv_cache_memory.text
-    if engine.mamba_memory_ratio is not None:
+    if engine.mamba_memory_ratio:
         flags["--mamba-memory-ratio"] = f"{engine.mamba_memory_ratio:g}"
     if engine.prefix_caching_mamba_gb is not None:
         flags["--prefix-caching-mamba-gb"] = f"{engine.prefix_caching_mamba_gb:g}"

@@ -69,7 +69,7 @@ def control_routes(frontend: FrontendContext) -> APIRouter:
             raise ApiError(400, message, param="mode")
         return await _done(request, partial(frontend.client.suspend_engines, SIGNAL_SECONDS))
 
-    @router.post("/wake_up", response_class=Response)
+    @router.post("/wake_up", response_class=Response, responses=answers({}))
     async def wake_up(request: Request, tags: Tags = None) -> Response:
         if tags and set(tags) != _PARTS:
             message = f"tags: {', '.join(tags)} can't wake up alone; leave tags out, or give both weights and kv_cache"
@@ -81,7 +81,7 @@ def control_routes(frontend: FrontendContext) -> APIRouter:
         service = await _service(frontend)
         return {"is_sleeping": service.state == EngineState.SUSPENDED}
 
-    @router.post("/reset_prefix_cache", response_class=Response)
+    @router.post("/reset_prefix_cache", response_class=Response, responses=answers({}))
     async def reset_prefix_cache(
         request: Request, reset_running_requests: bool = False, reset_external: bool = False
     ) -> Response:

@@ -163,9 +163,9 @@ class EngineSpec(Part):
     GPU memory that the weights and the largest pass leave, which each rank measures."""
     max_requests: Annotated[Integer, Field(ge=1, le=65536)] = 256
     """Maximum number of requests that run at the same time; further ones wait in a queue."""
-    mamba_memory_ratio: Annotated[float, Strict(), Field(ge=0.001, le=0.999)] | None = None
+    mamba_memory_ratio: Annotated[float, Strict(), Field(ge=0, le=0.999)] | None = None
     """Most of the KV cache's memory for the recurrent states of running requests, of a model with recurrent layers, as
-    Qwen3-Next and Nemotron-H. Default: as much as the states of maxRequests requests."""
+    Qwen3-Next and Nemotron-H. Default, and 0: as much as the states of maxRequests requests."""
     prefix_caching: Boolean = True
     """Compute common prefixes of prompts once, and keep them in the KV cache while there is room."""
     prefix_caching_mamba_gb: Annotated[float, Strict(), Field(ge=0)] | None = None
