@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
 
 import pytest
-from planning_support.activating import shorten_times
 from planning_support.fleet import EndpointClient, Fleet
 
 from megatron_operator.activator import catalog, models
@@ -18,14 +16,6 @@ from megatron_operator.activator.service import Served
 CHAT = "/v1/chat/completions"
 IDLE = {"idleAfter": "1h", "stopAfter": "1h"}
 SQL = [{"name": "org/sql", "path": "/adapters/sql"}]
-
-
-@pytest.fixture
-async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
-    shorten_times(monkeypatch)
-    fleet = Fleet()
-    yield fleet
-    await fleet.stop()
 
 
 async def test_requests_go_to_the_model_that_their_body_names(fleet: Fleet) -> None:

@@ -28,14 +28,6 @@ async def model(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ModelInCluster
     await model.stop()
 
 
-@pytest.fixture
-async def fleet(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
-    shorten_times(monkeypatch)
-    fleet = Fleet()
-    yield fleet
-    await fleet.stop()
-
-
 def become_running(model: ModelInCluster) -> None:
     """Known to the endpoint of its namespace, too."""
     assert model.resource is not None

@@ -77,7 +77,11 @@ class ContextLimits:
         """
         try:
             return KVCache(
-                *(model_config, self.num_blocks, self.block_size_tokens, dtype, device),
+                model_config,
+                self.num_blocks,
+                self.block_size_tokens,
+                dtype,
+                device,
                 num_states=self.max_requests,
                 num_snapshots=self.num_snapshots,
             )
@@ -169,7 +173,9 @@ def _divide_pool(
         )
     layout.check(available, each, memory, model_config.architecture)
     return layout.divide(
-        *(available, each, max_requests),
+        available,
+        each,
+        max_requests,
         is_chosen=config.max_requests is not None,
         has_snapshots=config.enable_prefix_caching,
         least_blocks=least_blocks,

@@ -10,7 +10,7 @@ from megatron_runtime.config import LOGPROBS_MODES, InferenceConfig, check_routi
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.identity import Identity
 from megatron_runtime.launch.lora_modules import check_modules
-from megatron_runtime.launch.routing_policy import check_routing_policy
+from megatron_runtime.launch.routing_policy import ROUTING_POLICIES, check_routing_policy
 from megatron_runtime.model.cache_layout import StateMemory
 from megatron_runtime.model.formats.checkpoint_path import model_name
 from megatron_runtime.model.formats.quantized_weights import keeps_quantized
@@ -228,6 +228,7 @@ class LaunchOptions:
         _ = self.engine.keeps_quantized
         _one_of("--kv-cache-management", self.engine.kv_cache_management, KV_CACHE_MANAGEMENTS)
         _one_of("--logprobs-mode", self.engine.logprobs_mode, LOGPROBS_MODES)
+        _one_of("--routing-policy", self.routing_policy, ROUTING_POLICIES)
         check_routing_policy(self.routing_policy, prefix_caching=self.engine.prefix_caching)
 
     def _check_numbers(self) -> None:

@@ -209,7 +209,9 @@ def _length(options: LaunchOptions, facts: CheckpointFacts, cache: int, length: 
     requests, memory = engine.max_requests or DEFAULT_MAX_REQUESTS, engine.state_memory
     layout.check(cache, block, memory, facts.architecture)
     shares = layout.divide(
-        *(cache, block, requests),
+        cache,
+        block,
+        requests,
         is_chosen=engine.max_requests is not None,
         has_snapshots=engine.prefix_caching,
         least_blocks=1 if engine.max_sequence_length is None else -(-length // engine.block_size_tokens),

@@ -295,10 +295,7 @@ class SamplingParams:
         words = self.bad_words
         if words is None:
             return
-        is_list = isinstance(words, (list, tuple)) and (
-            set(map(type, words)) <= {str} or all(isinstance(word, str) for word in words)
-        )
-        if not is_list or not all(map(str.strip, words)):
+        if not isinstance(words, (list, tuple)) or any(not isinstance(word, str) or not word.strip() for word in words):
             raise InvalidRequestError(
                 f"bad_words={words!r} must be a list of texts, none of them blank", field="bad_words"
             )

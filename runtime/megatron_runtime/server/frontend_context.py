@@ -129,13 +129,13 @@ class FrontendContext:
         check_copies(body, len(prompts) * body.n)
         fill(body, self.options.sampling_defaults)
         grammar = parsing.grammar(output_constraint(body))
-        by_limit: dict[int, SamplingParams] = {}
-        for prompt in prompts:
-            if (limit := self._limit(body, prompt)) not in by_limit:
-                by_limit[limit] = self._sampling_params(body, limit, grammar, cache_salt, parsing)
+        limits = [self._limit(body, prompt) for prompt in prompts]
+        params = {
+            limit: self._sampling_params(body, limit, grammar, cache_salt, parsing) for limit in dict.fromkeys(limits)
+        }
         return [
-            self._task(index * body.n + sample, prompt, by_limit[self._limit(body, prompt)], body, key, parsing)
-            for index, prompt in enumerate(prompts)
+            self._task(index * body.n + sample, prompt, params[limit], body, key, parsing)
+            for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
             for sample in range(body.n)
         ]
 

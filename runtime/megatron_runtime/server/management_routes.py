@@ -85,8 +85,8 @@ def control_routes(frontend: FrontendContext) -> APIRouter:
     async def reset_prefix_cache(
         request: Request, reset_running_requests: bool = False, reset_external: bool = False
     ) -> Response:
-        given = {"reset_running_requests": reset_running_requests, "reset_external": reset_external}
-        for name in (name for name, is_set in given.items() if is_set):
+        if reset_running_requests or reset_external:
+            name = "reset_running_requests" if reset_running_requests else "reset_external"
             raise ApiError(400, f"{name}: is not supported by this server; leave it out", param=name)
         return await _done(request, frontend.client.reset_prefix_cache)
 

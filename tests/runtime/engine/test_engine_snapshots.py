@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_support.random_llama import random_llama
-from engine_support.recurrent import DELTA, MAMBA, engine_of, state_bytes
+from engine_support.recurrent import KINDS, engine_of, recurrent_model, state_bytes
 
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode, PrefixCachingEvictionPolicy
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
@@ -33,11 +32,9 @@ GREEDY = SamplingParams(
 )
 
 
-@pytest.fixture(scope="module", params=[DELTA, MAMBA], ids=["gated-delta", "mamba"])
+@pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
 def model(request: pytest.FixtureRequest) -> Decoder:
-    model = random_llama(hidden=32, intermediate=48, std=0.3, **request.param)
-    model.prepare()
-    return model
+    return recurrent_model(**request.param)
 
 
 Numbers = tuple[list[int], list[float]]

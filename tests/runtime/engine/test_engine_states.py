@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engine_support.random_llama import random_llama
-from engine_support.recurrent import DELTA, MAMBA, state_bytes
+from engine_support.recurrent import KINDS, recurrent_model, state_bytes
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
@@ -26,11 +26,9 @@ GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=12, ignore_eos=Tru
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7], [20] * 11]
 
 
-@pytest.fixture(scope="module", params=[DELTA, MAMBA], ids=["gated-delta", "mamba"])
+@pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
 def model(request: pytest.FixtureRequest) -> Decoder:
-    model = random_llama(hidden=32, intermediate=48, std=0.3, **request.param)
-    model.prepare()
-    return model
+    return recurrent_model(**request.param)
 
 
 def make_engine(model: Decoder, tokenizer: Tokenizer, **settings: Any) -> DynamicInferenceEngine:

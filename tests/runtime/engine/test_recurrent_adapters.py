@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from engine_support.random_llama import random_llama
-from engine_support.recurrent import DELTA, MAMBA, engine_of
+from engine_support.recurrent import KINDS, engine_of
 from runtime_support.adapters import write_adapter_of
 
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
@@ -22,7 +22,7 @@ CACHED = 20
 """Tokens of PROMPT before its last end of a block."""
 
 
-@pytest.fixture(params=[DELTA, MAMBA], ids=["gated-delta", "mamba"])
+@pytest.fixture(params=KINDS.values(), ids=KINDS)
 def features(request: pytest.FixtureRequest) -> dict[str, Any]:
     found: dict[str, Any] = request.param
     return found

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_support.prefixes import BLOCK, LRU, RandomPrefixes, scheduler_of, sequence_of, starts_of
+from engine_support.prefixes import BLOCK, LIMITS, LRU, RandomPrefixes, scheduler_of, sequence_of, starts_of
 from engine_support.scheduling import run_pass
 from hypothesis import settings
-from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from megatron_runtime.config import PrefixCachingEvictionPolicy
@@ -19,17 +18,7 @@ from megatron_runtime.engine.scheduling.sequence import Sequence
 class RandomSharing(RandomPrefixes):
     """Of a model with attention alone."""
 
-    @initialize(
-        blocks=st.integers(4, 30),
-        block_size=st.integers(1, 4),
-        max_requests=st.integers(1, 6),
-        spare_tokens=st.integers(0, 30),
-        chunked=st.booleans(),
-        policy=st.sampled_from(PrefixCachingEvictionPolicy),
-        num_hashes=st.sampled_from([None, 3]),
-        paused_blocks=st.integers(0, 8),
-        passes=st.integers(1, 4),
-    )
+    @initialize(**LIMITS)
     def begin(self, **limits: Any) -> None:
         self.start(**limits)
 

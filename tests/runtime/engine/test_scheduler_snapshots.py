@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from engine_support import prefixes
-from engine_support.prefixes import RandomPrefixes, sequence_of, starts_of
+from engine_support.prefixes import LIMITS, RandomPrefixes, sequence_of, starts_of
 from engine_support.scheduling import Passes, run_pass
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -40,18 +40,7 @@ def slices_of(scheduler: Scheduler, prompt: list[int], **fields: Any) -> list[tu
 class RandomSnapshots(RandomPrefixes):
     """Of a model with recurrent states. Those of sequences and snapshots are the tokens and weights of their origin."""
 
-    @initialize(
-        blocks=st.integers(4, 30),
-        block_size=st.integers(1, 4),
-        max_requests=st.integers(1, 6),
-        spare_tokens=st.integers(0, 30),
-        chunked=st.booleans(),
-        policy=st.sampled_from(PrefixCachingEvictionPolicy),
-        num_hashes=st.sampled_from([None, 3]),
-        paused_blocks=st.integers(0, 8),
-        snapshots=st.integers(1, 6),
-        passes=st.integers(1, 4),
-    )
+    @initialize(**LIMITS, snapshots=st.integers(1, 6))
     def begin(self, **limits: Any) -> None:
         self.start(**limits)
         self.states: dict[int, tuple[list[int], int]] = {}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine_support.random_llama import random_llama
-from engine_support.recurrent import BLOCK, DELTA, MAMBA, state_bytes
+from engine_support.recurrent import BLOCK, KINDS, recurrent_model, state_bytes
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
@@ -27,11 +27,9 @@ UNITS = 20
 """States of requests that the memory of these tests has room for."""
 
 
-@pytest.fixture(scope="module", params=[DELTA, MAMBA], ids=["gated-delta", "mamba"])
+@pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
 def model(request: pytest.FixtureRequest) -> Decoder:
-    model = random_llama(hidden=32, intermediate=48, std=0.3, **request.param)
-    model.prepare()
-    return model
+    return recurrent_model(**request.param)
 
 
 def make_engine(model: Decoder, tokenizer: Tokenizer, **settings: Any) -> DynamicInferenceEngine:

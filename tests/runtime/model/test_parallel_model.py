@@ -258,32 +258,37 @@ def test_ranks_with_copies_of_the_dense_layers_choose_the_same_experts(
         assert heard["together"]["weights"].equal(first["weights"])
 
 
-def test_ranks_with_copies_of_the_dense_layers_load_new_weights(tmp_path: Path, save_model: Callable[..., Any]) -> None:
+def save_two(folder: Path, save_model: Callable[..., Any], family: str, settings: dict[str, Any]) -> None:
+    """Models of one configuration with different weights, in the folders 0 and 1."""
     for number, std in enumerate((0.2, 0.5)):
-        save_model(tmp_path / str(number), "Glm4Moe", std=std, **(SIZES | GLM_4_5))
-    paths = [tmp_path / name for name in ("0", "1", "nowhere")]
+        save_model(folder / str(number), family, std=std, **(SIZES | settings))
+
+
+def check_renewal(folder: Path, invalid: str, sizes: ParallelSizes) -> list[dict[str, Any]]:
+    """Two ranks load the weights of model 1 in place of those of 0 in all ways, also after an ``invalid`` model.
+
+    Returns what each rank says.
+    """
+    paths = [folder / name for name in ("0", "1", invalid)]
     old, new = (model_scenarios.answer(path, steps=SHORT) for path in paths[:2])
-    sizes = ParallelSizes(expert=2)
-    said = run_ranks(model_scenarios.renew, 2, sizes, free_port(), *paths)
+    said: list[dict[str, Any]] = run_ranks(model_scenarios.renew, 2, sizes, free_port(), *paths)
     for name in ("from files", "after a complaint", "brought back"):
         assert_same([heard[name] for heard in said], new, sizes, SHORT)
     assert_same([heard["by name"] for heard in said], old, sizes, SHORT)
+    return said
+
+
+def test_ranks_with_copies_of_the_dense_layers_load_new_weights(tmp_path: Path, save_model: Callable[..., Any]) -> None:
+    save_two(tmp_path, save_model, "Glm4Moe", GLM_4_5)
+    said = check_renewal(tmp_path, "nowhere", ParallelSizes(expert=2))
     assert ["lm_head.weight" in heard["shapes"] for heard in said] == [True, False]
     assert [heard["shapes"]["model.layers.0.mlp.up_proj.weight"] for heard in said] == [(81, 64)] * 2
     assert ["model.layers.1.mlp.experts.7.up_proj.weight" in heard["shapes"] for heard in said] == [False, True]
 
 
 def test_ranks_load_their_parts_of_recurrent_layers_anew(tmp_path: Path, save_model: Callable[..., Any]) -> None:
-    family, settings = MODELS["nemotron-h without experts"]
-    for number, std in enumerate((0.2, 0.5)):
-        save_model(tmp_path / str(number), family, std=std, **(SIZES | settings))
-    paths = [tmp_path / name for name in ("0", "1", "nowhere")]
-    old, new = (model_scenarios.answer(path, steps=SHORT) for path in paths[:2])
-    sizes = ParallelSizes(tensor=2)
-    said = run_ranks(model_scenarios.renew, 2, sizes, free_port(), *paths)
-    for name in ("from files", "after a complaint", "brought back"):
-        assert_same([heard[name] for heard in said], new, sizes, SHORT)
-    assert_same([heard["by name"] for heard in said], old, sizes, SHORT)
+    save_two(tmp_path, save_model, *MODELS["nemotron-h without experts"])
+    said = check_renewal(tmp_path, "nowhere", ParallelSizes(tensor=2))
     # 8 heads of 5 channels on 2 groups with states of 6 channels.
     shapes = {name.removeprefix("backbone.layers.0.mixer."): shape for name, shape in said[0]["shapes"].items()}
     assert (shapes["A_log"], shapes["norm.weight"], shapes["conv1d.weight"]) == ((4,), (20,), (20 + 2 * 6, 1, 4))
@@ -310,19 +315,12 @@ def test_every_format_can_be_shared(
 
 
 def test_ranks_load_their_part_of_new_weights_all_or_none(tmp_path: Path, save_model: Callable[..., Any]) -> None:
-    for number, std in enumerate((0.2, 0.5)):
-        save_model(tmp_path / str(number), "Llama", std=std, **SIZES)
+    save_two(tmp_path, save_model, "Llama", {})
     shutil.copytree(tmp_path / "0", tmp_path / "broken")
     weights = load_file(tmp_path / "broken" / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][-1] = float("nan")  # of the last rank's rows alone
     save_file(weights, tmp_path / "broken" / "model.safetensors", metadata={"format": "pt"})
-    sizes = ParallelSizes(tensor=2)
-    paths = [tmp_path / name for name in ("0", "1", "broken")]
-    old, new = (model_scenarios.answer(path, steps=SHORT) for path in paths[:2])
-    said = run_ranks(model_scenarios.renew, 2, sizes, free_port(), *paths)
-    for name in ("from files", "after a complaint", "brought back"):
-        assert_same([heard[name] for heard in said], new, sizes, SHORT)
-    assert_same([heard["by name"] for heard in said], old, sizes, SHORT)
+    said = check_renewal(tmp_path, "broken", ParallelSizes(tensor=2))
     complaint = "numbers in tensor model.layers.1.mlp.up_proj.weight are NaN"
     assert "on another rank: " in said[0]["complaint"]
     assert all(complaint in heard["complaint"] for heard in said)

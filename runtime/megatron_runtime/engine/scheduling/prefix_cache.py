@@ -136,10 +136,10 @@ class PrefixCache:
 
         With recurrent layers: those of the blocks at whose ends the sequence will leave snapshots.
         """
-        indices = range(sequence.num_registered, self._last_complete(sequence, sequence.num_begun))
+        indices: Iterable[int] = range(sequence.num_registered, self._last_complete(sequence, sequence.num_begun))
         if self._snapshots is not None:
-            return self._of_blocks(sequence, [end // self._block_size - 1 for end in sequence.snapshot_ends])
-        return self._of_blocks(sequence, indices)
+            indices = [end // self._block_size - 1 for end in sequence.snapshot_ends]
+        return {sequence.block_hashes[index]: self._tokens(sequence, index) for index in indices}
 
     def is_next(self, sequence: Sequence, num_matched: int, upcoming: dict[int, tuple[int, ...]]) -> bool:
         """True if the first block after the matched ones is among the upcoming ones; with recurrent layers, any."""
@@ -221,9 +221,6 @@ class PrefixCache:
     def _is_block(self, entry: _Entry, sequence: Sequence, index: int, parent: int) -> bool:
         """True if a block with the hash of a sequence's one also has its tokens and its parent."""
         return entry.parent == parent and entry.tokens == self._tokens(sequence, index)
-
-    def _of_blocks(self, sequence: Sequence, indices: Iterable[int]) -> dict[int, tuple[int, ...]]:
-        return {sequence.block_hashes[index]: self._tokens(sequence, index) for index in indices}
 
     def _forget(self, block: int) -> None:
         del self._by_hash[self._by_block.pop(block).block_hash]

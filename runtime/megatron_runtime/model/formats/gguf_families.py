@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from gguf.constants import ExpertGatingFuncType
+
 from megatron_runtime.model.config import (
     ClampedGate,
     ModelConfig,
@@ -122,7 +124,7 @@ def _cohere2(config: ModelConfig, values: GgufMetadata) -> ModelConfig:
 
 
 def _minimax_m2(config: ModelConfig, values: GgufMetadata) -> ModelConfig:
-    values.require("expert_gating_func", _SIGMOID)
+    values.require("expert_gating_func", ExpertGatingFuncType.SIGMOID)
     routing = RoutingConfig("sigmoid", normalize_weights=True, has_selection_bias=True, in_float32=True)
     return replace(_routed(config, routing), query_key_norm="projection")
 
@@ -138,7 +140,7 @@ def _qwen2_moe(config: ModelConfig, values: GgufMetadata) -> ModelConfig:
 
 def _glm4_moe(config: ModelConfig, values: GgufMetadata) -> ModelConfig:
     """Files count the layers that predict further tokens as layers."""
-    values.require("expert_gating_func", _SIGMOID)
+    values.require("expert_gating_func", ExpertGatingFuncType.SIGMOID)
     routing = RoutingConfig(
         "sigmoid",
         normalize_weights=bool(values.get("expert_weights_norm", True)),
@@ -239,8 +241,6 @@ WITH_SIZES_OF_LAYERS = ("nemotron_h", "nemotron_h_moe")
 """The architectures with a list of key heads and feed-forward lengths, which are 0 in layers without them."""
 PARTLY_ROTATED = ("glm4", "glm4moe", "phi3", "cohere2", "minimax-m2", "qwen3next", "nemotron_h", "nemotron_h_moe")
 """The architectures that may rotate a part of each head, or none."""
-_SIGMOID = 2
-"""Of ``gguf.ExpertGatingFuncType``."""
 GGUF_FAMILIES: dict[str, Callable[[ModelConfig, GgufMetadata], ModelConfig]] = {
     "llama": _as_it_is,
     "mistral": _as_it_is,

@@ -15,6 +15,18 @@ from megatron_runtime.config import PrefixCachingEvictionPolicy
 from megatron_runtime.engine.scheduling.scheduler import Schedule
 from megatron_runtime.engine.scheduling.sequence import Sequence
 
+LIMITS: dict[str, st.SearchStrategy[Any]] = {
+    "blocks": st.integers(4, 30),
+    "block_size": st.integers(1, 4),
+    "max_requests": st.integers(1, 6),
+    "spare_tokens": st.integers(0, 30),
+    "chunked": st.booleans(),
+    "policy": st.sampled_from(PrefixCachingEvictionPolicy),
+    "num_hashes": st.sampled_from([None, 3]),
+    "paused_blocks": st.integers(0, 8),
+    "passes": st.integers(1, 4),
+}
+"""Of a random scheduler, for ``RandomPrefixes.start``."""
 LRU = PrefixCachingEvictionPolicy.LRU
 BLOCK = 4
 scheduler_of = partial(scheduling.scheduler_of, policy=LRU, block_size=BLOCK, max_tokens=64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from engine_support.random_llama import random_llama
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
@@ -20,6 +21,16 @@ MAMBA = {
     "num_layers": 3,
     "feed_forward_layers": frozenset({1}),
 }
+
+
+KINDS: dict[str, dict[str, Any]] = {"gated-delta": DELTA, "mamba": MAMBA}
+
+
+def recurrent_model(**features: Any) -> Decoder:
+    """A model with random weights and these layers."""
+    model = random_llama(hidden=32, intermediate=48, std=0.3, **features)
+    model.prepare()
+    return model
 
 
 def state_bytes(model: Decoder) -> int:
