@@ -72,7 +72,7 @@ class KeySecrets:
         found = await self._get(rule.secret)
         if isinstance(found, str):
             raise unavailable(found)
-        if not matches(found, _given(headers)):
+        if not matches(found, *_given(headers)):
             raise _invalid_key()
 
     async def longest_body(self, rules: Collection[KeyRule | None], headers: Mapping[str, str]) -> int | None:
@@ -84,14 +84,14 @@ class KeySecrets:
         required = {rule for rule in rules if rule is not None}
         if not required or len(required) < len(set(rules)):
             return None
-        if not (keys := _given(headers)):
+        if not _keys(*_given(headers)):
             raise _invalid_key()
         secrets = {rule.secret for rule in required}
         if len(secrets) > MOST_SECRETS or any(rule.has_others for rule in required):
             return None
         for secret in secrets:
             found = await self._get(secret)
-            if isinstance(found, str) or matches(found, keys):
+            if isinstance(found, str) or matches(found, *_given(headers)):
                 return None
         return UNKNOWN_KEY_BYTES
 
@@ -150,11 +150,15 @@ def digests_of(text: str) -> tuple[bytes, ...]:
     return tuple(_digest(line) for line in lines if line and not line.startswith("#"))
 
 
-def _given(headers: Mapping[str, str]) -> list[str]:
-    """The keys in the headers ``Authorization``, if it has the scheme of keys, and ``X-Api-Key``."""
-    scheme, _, token = headers.get("Authorization", "").strip().partition(" ")
-    keys = (token if scheme.lower() == "bearer" else "", headers.get("X-Api-Key", ""))
-    return [key.strip() for key in keys if key.strip()]
+def _given(headers: Mapping[str, str]) -> tuple[str, str]:
+    """The two headers that may carry a key."""
+    return headers.get("Authorization", ""), headers.get("X-Api-Key", "")
+
+
+def _keys(authorization: str, key: str) -> list[str]:
+    """The keys in these headers: in ``Authorization`` only with the scheme of keys."""
+    scheme, _, token = authorization.strip().partition(" ")
+    return [each.strip() for each in (token if scheme.lower() == "bearer" else "", key) if each.strip()]
 
 
 def _invalid_key() -> Refusal:
@@ -162,9 +166,9 @@ def _invalid_key() -> Refusal:
     return Refusal(words, http.HTTPStatus.UNAUTHORIZED, code="invalid_api_key")
 
 
-def matches(digests: tuple[bytes, ...], keys: list[str]) -> bool:
-    """Whether one of the keys has one of the digests."""
-    given = [_digest(key) for key in keys]
+def matches(digests: tuple[bytes, ...], authorization: str, key: str) -> bool:
+    """Whether one of the headers ``Authorization`` and ``X-Api-Key`` carries one of the keys."""
+    given = [_digest(each) for each in _keys(authorization, key)]
     # All keys are compared, each in constant time, so that the duration reveals nothing about them.
     return sum(hmac.compare_digest(each, digest) for each in given for digest in digests) > 0
 
