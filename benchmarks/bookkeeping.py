@@ -29,8 +29,9 @@ from runtime_support.byte_backend import END, byte_backend  # noqa: E402
 
 from megatron_runtime.config import InferenceConfig  # noqa: E402
 from megatron_runtime.engine.context import DynamicInferenceContext  # noqa: E402
-from megatron_runtime.engine.decode_inputs import DecodeInputs, is_decode_pass  # noqa: E402
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine  # noqa: E402
+from megatron_runtime.engine.graph_inputs import GraphInputs, is_decode_pass  # noqa: E402
+from megatron_runtime.engine.graph_sizes import GraphSize  # noqa: E402
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules  # noqa: E402
 from megatron_runtime.engine.scheduling.sequence import SequenceSlice  # noqa: E402
 from megatron_runtime.engine.text_generation_controller import StepOutput  # noqa: E402
@@ -59,18 +60,17 @@ class HostGraphs:
     """Stands for DecodeGraphs: writes the inputs of a pass, and launches nothing."""
 
     def __init__(self, context: DynamicInferenceContext) -> None:
-        self.sizes = [context.max_requests]
-        self._inputs = DecodeInputs(context.block_tables, context.max_requests, context.max_requests)
+        self.sizes = [GraphSize(context.max_requests, context.max_requests)]
+        self._inputs = GraphInputs(context.block_tables, context.max_requests, self.sizes[0])
         self._here = {name: np.zeros(count, dtype) for name, (dtype, count) in self._inputs.fields.items()}
 
-    def size_for(self, slices: Sequence[SequenceSlice]) -> int | None:
+    def size_for(self, slices: Sequence[SequenceSlice]) -> GraphSize | None:
         """All but prompts."""
         return self.sizes[0] if is_decode_pass(slices) else None
 
-    def begin(self, slices: Sequence[SequenceSlice], size: int, rules: SamplingRules) -> list[int]:
+    def begin(self, slices: Sequence[SequenceSlice], size: GraphSize, rules: SamplingRules) -> list[int]:
         """The tokens of the pass."""
-        del size
-        self._inputs.write(self._here, slices, rules)
+        self._inputs.write(self._here, slices, size, rules)
         return [TOKEN] * len(slices)
 
 

@@ -144,16 +144,23 @@ def make_engine(model: Decoder, num_cuda_graphs: int) -> DynamicInferenceEngine:
     """With a small cache."""
     tokenizer = Tokenizer(byte_backend(), location="bytes", eod=END)
     settings = InferenceConfig(
-        kv_cache_memory_bytes=1 << 20, max_sequence_length=128, max_requests=3, num_cuda_graphs=num_cuda_graphs
+        kv_cache_memory_bytes=1 << 20,
+        max_sequence_length=128,
+        max_requests=3,
+        num_cuda_graphs=num_cuda_graphs,
+        cuda_graph_max_tokens=32,
     )
     return DynamicInferenceEngine.build(model, tokenizer, settings)
 
 
 def generate(model: Decoder, params: dict[str, Any], num_cuda_graphs: int = 0) -> list[list[int]]:
-    """Tokens of two requests, which a graph pads by one."""
+    """Tokens of two requests, which a graph pads by one; the prompt of the second is beside a token of the first."""
     engine = make_engine(model, num_cuda_graphs)
     given = {"seed": 7, "num_tokens_to_generate": 4, "ignore_eos": True} | params
-    futures = [engine.add_request(at, [65 + at] * (5 + 9 * at), SamplingParams(**given)) for at in range(2)]
+    futures = []
+    for at in range(2):
+        futures.append(engine.add_request(at, [65 + at] * (5 + 9 * at), SamplingParams(**given)))
+        engine.step_modern()
     while engine.has_unfinished_requests():
         engine.step_modern()
     return [future.result(timeout=0).merge().generated_tokens for future in futures]

@@ -60,6 +60,16 @@ class Sizes:
     """Of the engine that is suspended."""
     matrix: int
     repeats: int
+    step_prompt: int = 256
+    """Tokens of a prompt that is a step of its own."""
+    step_slice: int = 128
+    """Tokens of a prompt beside other requests."""
+    step_requests: int = 31
+    """These others."""
+    max_requests: int = 256
+    """Of the engine of these steps."""
+    graph_tokens: int = 512
+    """Of its largest CUDA graph."""
     has_gpu: bool = True
     page: int = 16
 
@@ -102,6 +112,11 @@ TOY = Sizes(
     cache_bytes=1 << 20,
     matrix=16,
     repeats=1,
+    step_prompt=16,
+    step_slice=8,
+    step_requests=2,
+    max_requests=3,
+    graph_tokens=32,
     has_gpu=False,
 )
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from gpu_checks import memory
+from gpu_checks import memory, steps
 from gpu_checks.results import DEVICE, Check, Result, Sizes
+from gpu_checks.timing import seconds
 from megatron_runtime.gpu.graphs import GraphRecorder
 from megatron_runtime.gpu.sampling import row_max
 from megatron_runtime.model.config import ModelConfig
@@ -30,7 +30,7 @@ def checks(sizes: Sizes) -> Iterator[Check]:
 
 @torch.inference_mode()
 def measure(sizes: Sizes) -> Iterator[Result]:
-    """Ceilings, the memory of a suspended engine, a prefill, and decode passes."""
+    """Ceilings, the memory of a suspended engine, a prefill, decode passes, and steps with prompts."""
     bandwidth, flops = copied_bytes_per_second(sizes), products_per_second(sizes)
     yield Result("ceiling: copy", f"{bandwidth / 1e9:.3g} GB/s read and written")
     yield Result("ceiling: matrix product", f"{flops / 1e12:.3g} TFLOP/s")
@@ -41,31 +41,13 @@ def measure(sizes: Sizes) -> Iterator[Result]:
     for context in sizes.contexts:
         for requests in sizes.batches:
             yield decode(model, sizes, requests, context, weights, bandwidth)
+    yield from steps.measure(model, sizes)
     fix_rows(model)
     for result in (
         prefill(model, sizes, weights, flops),
         *(decode(model, sizes, requests, sizes.contexts[0], weights, bandwidth) for requests in sizes.batches),
     ):
         yield replace(result, name=f"batch-invariant: {result.name}")
-
-
-def seconds(work: Callable[[], object], sizes: Sizes) -> float:
-    """Of one call, the fastest of several after a warm-up."""
-    work()
-    found = []
-    for _ in range(sizes.repeats):
-        wait(sizes)
-        start = time.perf_counter()
-        work()
-        wait(sizes)
-        found.append(time.perf_counter() - start)
-    return min(found)
-
-
-def wait(sizes: Sizes) -> None:
-    """Until the device has done all."""
-    if sizes.has_gpu:
-        torch.cuda.synchronize(DEVICE)
 
 
 def copied_bytes_per_second(sizes: Sizes) -> float:

@@ -140,15 +140,19 @@ class InferenceConfig(UnavailableSettings):
     """"raw_logprobs" reports the log probabilities of the model; "processed_logprobs" those of the sampled
     distribution, after penalties, biases, temperature and filters. Tokens of the prompt always have raw ones."""
     num_cuda_graphs: int | None = None
-    """Number of batch sizes for which decode passes, with their sampling, are captured as CUDA graphs when the engine
-    is created. -1: all sizes of the distribution, or none if the model or its device does not permit graphs; any other
-    number is then an error. None and 0: every pass runs eagerly."""
+    """Most numbers of requests for which passes without prompts, and of tokens for which passes with prompts, are
+    captured as CUDA graphs with their sampling when the engine is created. -1: all sizes, or none if the model or its
+    device does not permit graphs; any other number is then an error. None and 0: every pass runs eagerly."""
     cuda_graph_sizing_distribution: CudaGraphSizingDistribution = CudaGraphSizingDistribution.EXPONENTIAL
-    """How these sizes are chosen."""
+    """How the numbers of requests are chosen."""
     cuda_graph_max_tokens: int = 512
-    """Maximum number of requests of a graph; larger passes run eagerly."""
+    """Maximum number of tokens of a graph; larger passes run eagerly."""
     use_cuda_graphs_for_non_decode_steps: bool = True
-    """Has no effect: passes with prompts run eagerly."""
+    """Whether passes with prompts are captured as well."""
+    cuda_graph_mixed_prefill_count: int = 16
+    """0: they are not. Otherwise without effect, because a graph with prompts permits any number of them."""
+    cuda_graph_all_prefills: bool = False
+    """Whether passes with prompts are captured up to ``max_tokens``."""
     batch_invariant: bool = False
     """Whether the bits of a request's results on a GPU must not depend on other requests: products with weights have a
     fixed number of rows then, which takes longer. On a CPU they never depend on others, except where PyTorch's
@@ -218,7 +222,7 @@ class InferenceConfig(UnavailableSettings):
         for name in ("kv_cache_memory_bytes", "max_requests", "max_tokens", "max_sequence_length"):
             if getattr(self, name) is not None:
                 self._require_whole(name)
-        for name in ("num_speculative_tokens", "logging_step_interval"):
+        for name in ("num_speculative_tokens", "logging_step_interval", "cuda_graph_mixed_prefill_count"):
             self._require_whole(name, least=0)
         if self.speculative_draft_model is not None and not self.num_speculative_tokens:
             raise ConfigurationError(
@@ -329,6 +333,7 @@ _FLAGS = (
     "track_paused_request_events",
     "track_generated_token_events",
     "use_cuda_graphs_for_non_decode_steps",
+    "cuda_graph_all_prefills",
     "batch_invariant",
     "materialize_only_last_token_logits",
     "static_kv_memory_pointers",

@@ -27,8 +27,6 @@ class UnavailableSettings:
         ConfigurationError: A setting requests a missing feature; names field, value and remedy.
     """
 
-    cuda_graph_mixed_prefill_count: int = 16
-    cuda_graph_all_prefills: bool = False
     mamba_inference_state_config: Any = None
     unified_memory_level: int = 0
     pg_collection: Any = None
@@ -58,11 +56,8 @@ def _has_one_rank(groups: Any) -> bool:
     return bool(sizes) and max(sizes) == 1
 
 
-_NO_PREFILL_GRAPHS = "only passes without prompts run as CUDA graphs"
 _NO_CONSENSUS = "data-parallel ranks run independently and need no consensus"
 _REFUSALS: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "cuda_graph_mixed_prefill_count": ((16, 0), _NO_PREFILL_GRAPHS),
-    "cuda_graph_all_prefills": ((False,), _NO_PREFILL_GRAPHS),
     "mamba_inference_state_config": (
         (None,),
         "the engine reads the layers with recurrent states, and the shapes of these, from the model",

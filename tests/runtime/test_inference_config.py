@@ -12,8 +12,6 @@ from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.unavailable_settings import UnavailableSettings
 
 ASKED_FOR = {
-    "cuda_graph_mixed_prefill_count": 4,
-    "cuda_graph_all_prefills": True,
     "mamba_inference_state_config": object(),
     "unified_memory_level": 1,
     "pg_collection": object(),
@@ -76,6 +74,8 @@ def test_a_mode_can_be_set_by_its_name() -> None:
         ("cuda_graph_sizing_distribution", "cubic"),
         ("cuda_graph_max_tokens", 0),
         ("use_cuda_graphs_for_non_decode_steps", 1),
+        ("cuda_graph_mixed_prefill_count", -1),
+        ("cuda_graph_all_prefills", "no"),
         ("batch_invariant", "yes"),
         ("mamba_memory_ratio", 0),
         ("mamba_memory_ratio", 1.0),

@@ -20,7 +20,7 @@ class BlockTables:
     def __init__(self, num_rows: int, width: int, block_size_tokens: int) -> None:
         self._blocks = np.zeros((num_rows, width), np.int32)
         self._num_known = [0] * num_rows
-        self._block_size_tokens = block_size_tokens
+        self.block_size_tokens = block_size_tokens
         self._changed: dict[int, int] = {}
         """By row, the first entry that was written since `pop_changes`."""
 
@@ -58,12 +58,12 @@ class BlockTables:
 
     def slots(self, rows: NDArray[np.intp], positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The slots of tokens, given by their rows and positions: int64 [T], as in ForwardBatch."""
-        blocks = self._blocks[rows, positions // self._block_size_tokens].astype(np.int64)
-        return blocks * self._block_size_tokens + positions % self._block_size_tokens
+        blocks = self._blocks[rows, positions // self.block_size_tokens].astype(np.int64)
+        return blocks * self.block_size_tokens + positions % self.block_size_tokens
 
     def padded(self, rows: NDArray[np.intp], contexts: NDArray[np.int64]) -> NDArray[np.int32]:
         """The tables of some rows with contexts of these lengths, as wide as the longest needs, zeros past each."""
-        used = -(-contexts // self._block_size_tokens)
+        used = -(-contexts // self.block_size_tokens)
         widest = int(used.max())
         tables = self._blocks[rows, :widest]
         tables[np.arange(widest) >= used[:, None]] = 0

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.block_tables import BlockTables
 from megatron_runtime.engine.context_limits import ContextLimits, check_drafts, config_within
+from megatron_runtime.engine.flat_slices import FlatSlices
 from megatron_runtime.engine.packed_arrays import on_device
 from megatron_runtime.engine.routing_store import ExpertRouting
 from megatron_runtime.engine.sampling.grammar import RequestGuide
@@ -199,34 +200,18 @@ class DynamicInferenceContext:
 
     def forward_batch(self, slices: Slices[SequenceSlice]) -> ForwardBatch:
         """The flat batch of slices of running sequences, which own the blocks that they need."""
-        count = len(slices)
-        tokens: list[int] = []
-        rows = np.empty(count, np.intp)
-        starts = np.empty(count, np.int64)
-        query_starts = np.zeros(count + 1, np.int64)
-        for index, part in enumerate(slices):
-            sequence = part.sequence
-            rows[index] = self.block_tables.sync(sequence)
-            starts[index] = part.start
-            if part.length == 1:
-                tokens.append(sequence.tokens[part.start])
-            else:
-                tokens += sequence.tokens[part.start : part.end]
-            query_starts[index + 1] = len(tokens)
-        lengths = np.diff(query_starts)
-        positions = np.arange(len(tokens)) + np.repeat(starts - query_starts[:-1], lengths)
-        contexts = starts + lengths
+        flat = FlatSlices.of(slices, self.block_tables)
         arrays: dict[str, NDArray[np.generic]] = {
-            "tokens": np.array(tokens, np.int64),
-            "positions": positions,
-            "slots": self.block_tables.slots(np.repeat(rows, lengths), positions),
-            "query_starts": query_starts.astype(np.int32),
-            "context_lengths": contexts.astype(np.int32),
-            "block_tables": self.block_tables.padded(rows, contexts),
-            "logit_rows": _logit_rows(slices, query_starts),
+            "tokens": flat.tokens,
+            "positions": flat.positions,
+            "slots": flat.slots,
+            "query_starts": flat.query_starts.astype(np.int32),
+            "context_lengths": flat.contexts.astype(np.int32),
+            "block_tables": self.block_tables.padded(flat.rows, flat.contexts),
+            "logit_rows": _logit_rows(slices, flat.query_starts),
         }
         if self.has_states:
-            arrays["state_slots"] = rows.astype(np.int64)
+            arrays["state_slots"] = flat.rows.astype(np.int64)
         return ForwardBatch(**on_device(arrays, self.device), adapters=self._adapter_rows(slices))
 
     def _adapter_rows(self, slices: Slices[SequenceSlice]) -> AdapterRows | None:

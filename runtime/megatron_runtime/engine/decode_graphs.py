@@ -1,7 +1,7 @@
-"""Decode passes as CUDA graphs: the host starts a whole pass, and its sampling, by one launch each.
+"""Passes as CUDA graphs: the host starts a whole pass, and its sampling, by one launch each.
 
-A graph is captured for each of several numbers of requests, over tensors that stay where they are. A pass runs on the
-graph of the smallest one that its requests fit; the other rows are padding, which writes nothing into the KV cache.
+A graph is captured for each of several sizes, over tensors that stay where they are. A pass runs on the graph of the
+smallest size that its tokens and requests fit; the others are padding, which writes nothing into the KV cache.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from megatron_runtime.engine.context import DynamicInferenceContext
 from megatron_runtime.engine.context_limits import ContextLimits
-from megatron_runtime.engine.decode_inputs import DecodeInputs, is_decode_pass
-from megatron_runtime.engine.graph_sizes import graph_sizes
+from megatron_runtime.engine.graph_inputs import GraphInputs, is_decode_pass, needs_last_logits
+from megatron_runtime.engine.graph_sizes import GraphSize, graph_sizes
 from megatron_runtime.engine.packed_arrays import on_device
 from megatron_runtime.engine.sampling.gpu_edits import GpuEdits
 from megatron_runtime.engine.sampling.gpu_sampler import TRUNCATION_FIELDS
@@ -39,10 +39,15 @@ _REMEDY = "use --num-cuda-graphs 0"
 
 
 class CapturedPass:
-    """A decode pass of S requests that is begun; samples them as `sampler.TokenSampler`."""
+    """A pass that is begun, of which S requests sample; samples them as `sampler.TokenSampler`."""
 
     def __init__(
-        self, logits: Tensor, tokens: Tensor, sampling: torch.cuda.CUDAGraph, edits: GpuEdits, there: dict[str, Tensor]
+        self,
+        logits: Tensor,
+        tokens: Tensor,
+        sampling: torch.cuda.CUDAGraph | None,
+        edits: GpuEdits,
+        there: dict[str, Tensor],
     ) -> None:
         self.logits = logits
         """float32 [S, vocab], valid until the next pass."""
@@ -58,12 +63,13 @@ class CapturedPass:
     def sample(self, logits: Tensor) -> Tensor:
         """int64 [S], one token for each row of the logits of this pass; valid until the next pass."""
         assert logits is self.logits, "the graph samples its own logits"
-        self._sampling.replay()
+        if self._sampling is not None:
+            self._sampling.replay()
         return self._tokens
 
 
 def buffer_bytes(limits: ContextLimits, vocab_size: int) -> int:
-    """Nearly all bytes of the tensors that graphs of up to ``limits.max_requests`` rows work on: logits, and block
+    """Nearly all bytes of the tensors that graphs of up to ``limits.max_requests`` requests work on: logits, and block
     tables."""
     return 4 * limits.max_requests * (vocab_size + limits.max_blocks_per_sequence)
 
@@ -75,7 +81,7 @@ def make_decode_graphs(model: Decoder, context: DynamicInferenceContext) -> Deco
         ConfigurationError: A number of graphs is asked for that the model or its device does not permit.
     """
     config = context.config
-    sizes = graph_sizes(config, context.max_requests)
+    sizes = graph_sizes(config, context.max_requests, context.max_tokens)
     if not sizes:
         return None
     if (obstacle := _obstacle(model, context)) is None:
@@ -111,22 +117,25 @@ class DecodeGraphs:
     Args:
         model: The model, of which this rank has all layers.
         context: The KV cache, and the tables of the running sequences.
-        sizes: Numbers of requests, ascending.
+        sizes: As from `graph_sizes`.
 
     Raises:
         ConfigurationError: The memory of the device does not suffice.
     """
 
-    def __init__(self, model: Decoder, context: DynamicInferenceContext, sizes: Slices[int]) -> None:
+    def __init__(self, model: Decoder, context: DynamicInferenceContext, sizes: Slices[GraphSize]) -> None:
         from megatron_runtime.gpu.persistent_arrays import PersistentArrays
 
         self._model = model
         self._context = context
         self._sizes = sizes
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]] = {}
-        """By size: the model, and the sampler."""
-        largest, device, tables = sizes[-1], model.device, context.block_tables
-        self._inputs = DecodeInputs(tables, context.max_requests, largest)
+        self._graphs: dict[GraphSize, torch.cuda.CUDAGraph] = {}
+        """Of the model."""
+        self._samplers: dict[int, torch.cuda.CUDAGraph] = {}
+        """By number of requests."""
+        largest = max(size.requests for size in sizes)
+        device, tables = model.device, context.block_tables
+        self._inputs = GraphInputs(tables, context.max_requests, GraphSize(max(size.tokens for size in sizes), largest))
         with naming_device_memory("for the buffers of CUDA graphs", device, remedy=_REMEDY):
             self._arrays = PersistentArrays(self._inputs.fields, device)
             self._flat_tables = torch.zeros((context.max_requests + 1) * tables.width, dtype=torch.int32, device=device)
@@ -137,7 +146,7 @@ class DecodeGraphs:
             self._every = torch.arange(largest, device=device)
 
     @property
-    def sizes(self) -> list[int]:
+    def sizes(self) -> list[GraphSize]:
         """The sizes that are captured, ascending."""
         return sorted(self._graphs)
 
@@ -158,8 +167,9 @@ class DecodeGraphs:
         with naming_device_memory("while it captured CUDA graphs", device, remedy=_REMEDY):
             recorder = GraphRecorder(device)
             for size in reversed(self._sizes):  # so that smaller ones fit the memory of the largest one
-                forward = recorder.record(partial(self._forward, size))
-                self._graphs[size] = forward, recorder.record(partial(self._sample, size))
+                self._graphs[size] = recorder.record(partial(self._forward, size))
+                if not size.has_prompts:
+                    self._samplers[size.requests] = recorder.record(partial(self._sample, size.requests))
         return {
             "time": time.perf_counter() - started,
             "allocated_bytes": torch.cuda.memory_allocated(device) - before[0],
@@ -168,23 +178,36 @@ class DecodeGraphs:
 
     def release(self) -> None:
         """Drop the graphs and their memory: passes run eagerly until `capture`."""
-        self._graphs = {}
+        self._graphs, self._samplers = {}, {}
 
-    def size_for(self, slices: Slices[SequenceSlice]) -> int | None:
-        """The number of rows of the graph for a pass; None if it has to run eagerly."""
-        if not is_decode_pass(slices) or any(part.sequence.adapter is not None for part in slices):
+    def size_for(self, slices: Slices[SequenceSlice]) -> GraphSize | None:
+        """The size of the graph for a pass; None if it has to run eagerly."""
+        if any(part.sequence.adapter is not None for part in slices):
             return None
-        return next((size for size in self._sizes if size >= len(slices) and size in self._graphs), None)
+        if is_decode_pass(slices):
+            return self._smallest(GraphSize(len(slices), len(slices)))
+        if not needs_last_logits(slices):
+            return None
+        return self._smallest(GraphSize(sum(part.length for part in slices), len(slices)), has_prompts=True)
+
+    def _smallest(self, least: GraphSize, *, has_prompts: bool = False) -> GraphSize | None:
+        """Of the captured sizes that a pass fits."""
+        fitting = (
+            size
+            for size in self._sizes
+            if size.tokens >= least.tokens and size.requests >= least.requests and size.has_prompts == has_prompts
+        )
+        return next((size for size in fitting if size in self._graphs), None)
 
     @torch.inference_mode()
-    def begin(self, slices: Slices[SequenceSlice], size: int, rules: SamplingRules) -> CapturedPass:
-        """Begin a pass on the graph of ``size`` rows, as from `size_for`."""
-        count = len(slices)
-        if more := self._inputs.write(self._arrays.host_arrays(), slices, rules):
+    def begin(self, slices: Slices[SequenceSlice], size: GraphSize, rules: SamplingRules) -> CapturedPass:
+        """Begin a pass on the graph of this size, as from `size_for`."""
+        if more := self._inputs.write(self._arrays.host_arrays(), slices, size, rules):
             self._update_tables(more)
         self._arrays.send()
-        forward, sampling = self._graphs[size]
-        forward.replay()
+        self._graphs[size].replay()
+        count = len(rules.keys)
+        sampling = self._samplers[min(most for most in self._samplers if most >= count)] if count else None
         edits = GpuEdits(rules.edits, count, self._logits.shape[1])
         there = on_device(edits.arrays, self._model.device) if edits.arrays else {}
         return CapturedPass(self._logits[:count], self._tokens[:count], sampling, edits, there)
@@ -198,25 +221,29 @@ class DecodeGraphs:
             self._context.block_tables.mark_all_changed()
             raise
 
-    def _forward(self, size: int) -> None:
+    def _forward(self, size: GraphSize) -> None:
         """From the inputs to the logits: what is captured."""
-        there = self._arrays.there
+        there, (tokens, requests) = self._arrays.there, size
         self._flat_tables.index_copy_(0, there["new_places"], there["new_blocks"])
+        starts, logit_rows = self._starts, self._every
+        if size.has_prompts:
+            starts, logit_rows = there["query_starts"], there["logit_rows"]
         batch = ForwardBatch(
-            **{name: there[name][:size] for name in ("tokens", "positions", "slots", "context_lengths")},
-            query_starts=self._starts[: size + 1],
-            block_tables=self._tables.index_select(0, there["table_rows"][:size]),
-            logit_rows=self._every[:size],
+            **{name: there[name][:tokens] for name in ("tokens", "positions", "slots")},
+            context_lengths=there["context_lengths"][:requests],
+            query_starts=starts[: requests + 1],
+            block_tables=self._tables.index_select(0, there["table_rows"][:requests]),
+            logit_rows=logit_rows[:requests],
             adapters=None,
         )
         logits = self._model(batch, self._context.kv_cache)
-        self._logits[:size].copy_(logits)
+        self._logits[:requests].copy_(logits)
 
-    def _sample(self, size: int) -> None:
+    def _sample(self, requests: int) -> None:
         """From the logits to the tokens: what is captured."""
         from megatron_runtime.gpu import sampling
 
-        there = {name: values[:size] for name, values in self._arrays.there.items()}
+        there = {name: values[:requests] for name, values in self._arrays.there.items()}
         truncations = sampling.Truncations(**{name: there[name] for name in TRUNCATION_FIELDS.values()})
         rows = sampling.SampledRows(there["temperature"], there["low"], there["high"], truncations)
-        self._tokens[:size].copy_(sampling.sample(self._logits[:size], rows))
+        self._tokens[:requests].copy_(sampling.sample(self._logits[:requests], rows))

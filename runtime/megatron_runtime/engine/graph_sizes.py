@@ -1,6 +1,9 @@
-"""The numbers of requests for which decode passes are captured as CUDA graphs."""
+"""The sizes of the passes that are captured as CUDA graphs."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence as Slices
+from typing import NamedTuple
 
 from megatron_runtime.config import CudaGraphSizingDistribution, InferenceConfig
 from megatron_runtime.model.products import FIXED_ROWS
@@ -9,10 +12,41 @@ _SMALL = (1, 2, 4)
 _LINEAR_STEPS = ((8, 256), (16, 1 << 30))
 """Steps, and up to where they are used."""
 _ROUNDING = 8
+_TOKEN_STEP = 64
+"""Up to about 200 tokens, a pass takes as long as reading the weights, so smaller steps would save nothing."""
+_TOKEN_SHARE = 4
+"""The steps of larger sizes are this part of a power of two, so that at most a fifth of a pass is padding."""
+_FEW_REQUESTS = 8
+"""Graphs with prompts are for the most requests, and for this part of them: each request of padding costs a little in
+attention and as much as another one in the head."""
 
 
-def graph_sizes(config: InferenceConfig, max_requests: int) -> list[int]:
-    """The sizes, ascending; a pass runs on the graph of the smallest one that its requests fit.
+class GraphSize(NamedTuple):
+    """The size of a graph: of tokens and requests, with padding."""
+
+    tokens: int
+    requests: int
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether requests may have more than one token, or tokens that are not sampled after."""
+        return self.tokens > self.requests
+
+
+def graph_sizes(config: InferenceConfig, max_requests: int, max_tokens: int) -> list[GraphSize]:
+    """The sizes of all graphs, ascending; empty for none.
+
+    Args:
+        config: The settings.
+        max_requests: Most requests of a pass.
+        max_tokens: Most tokens of a pass.
+    """
+    requests = decode_sizes(config, max_requests)
+    return sorted([*(GraphSize(size, size) for size in requests), *prompt_sizes(config, requests, max_tokens)])
+
+
+def decode_sizes(config: InferenceConfig, max_requests: int) -> list[int]:
+    """The numbers of requests of graphs without prompts, ascending; a pass runs on the smallest one that it fits.
 
     The largest is the most requests of a pass, or ``cuda_graph_max_tokens`` if that is less. ``exponential`` halves it
     down to 1; of these, the ``num_cuda_graphs`` largest are used. ``linear`` has ``num_cuda_graphs`` equal steps, which
@@ -33,8 +67,45 @@ def graph_sizes(config: InferenceConfig, max_requests: int) -> list[int]:
         sizes = _halved(largest)
     sizes = sizes if count < 0 else sizes[-count:]
     if config.batch_invariant:
-        return sorted({-(-size // FIXED_ROWS) * FIXED_ROWS for size in sizes})
+        return sorted({_rounded(size, FIXED_ROWS) for size in sizes})
     return sizes
+
+
+def prompt_sizes(config: InferenceConfig, requests: Slices[int], max_tokens: int) -> list[GraphSize]:
+    """The sizes of graphs with prompts, ascending.
+
+    Tokens go in steps of 64, and above 512 in steps of a quarter of a power of two, up to ``cuda_graph_max_tokens``, or
+    with ``cuda_graph_all_prefills`` to the most tokens of a pass; ``num_cuda_graphs`` limits their number, in equal
+    steps. Each is captured for few and for the most requests, which are fewer than its tokens.
+
+    Args:
+        config: The settings.
+        requests: The numbers of requests of the graphs without prompts, ascending.
+        max_tokens: Most tokens of a pass.
+    """
+    limit = max_tokens if config.cuda_graph_all_prefills else min(config.cuda_graph_max_tokens, max_tokens)
+    wanted = config.use_cuda_graphs_for_non_decode_steps and config.cuda_graph_mixed_prefill_count > 0
+    if not requests or not wanted or limit < 2:
+        return []
+    few = next(size for size in requests if size * _FEW_REQUESTS >= requests[-1])
+    multiple = FIXED_ROWS if config.batch_invariant else 1
+    tokens = _token_sizes(_rounded(limit, multiple), _rounded(_TOKEN_STEP, multiple), config.num_cuda_graphs or 0)
+    return sorted({GraphSize(size, min(most, size - 1)) for size in tokens for most in (few, requests[-1])})
+
+
+def _token_sizes(limit: int, step: int, count: int) -> list[int]:
+    if count > 0:
+        step = _rounded(-(-limit // count), step)
+        return [*range(step, limit, step), limit]
+    sizes, size = [], step
+    while size < limit:
+        sizes.append(size)
+        size += max(step, (1 << size.bit_length() - 1) // _TOKEN_SHARE)
+    return [*sizes, limit]
+
+
+def _rounded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _halved(largest: int) -> list[int]:
@@ -43,7 +114,7 @@ def _halved(largest: int) -> list[int]:
 
 def _linear(largest: int, count: int) -> list[int]:
     if count > 0:
-        step = -(-largest // (count * _ROUNDING)) * _ROUNDING
+        step = _rounded(-(-largest // count), _ROUNDING)
         return [*range(step, largest, step), largest]
     sizes = [*_SMALL]
     for step, end in _LINEAR_STEPS:

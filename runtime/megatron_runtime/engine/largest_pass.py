@@ -43,9 +43,10 @@ def measure_kv_cache_memory(controller: TextGenerationController, config: Infere
     limits = largest_limits(controller, config)
     with naming_device_memory("in a pass of the largest size", device):
         largest = _bytes_of_pass(controller, limits, records_routing=config.moe_enable_routing_replay)
-        if sizes := graph_sizes(config, limits.max_requests):
+        if sizes := graph_sizes(config, limits.max_requests, limits.max_tokens):
             # Graphs have memory of their own, as much as the largest of them needs.
-            captured = replace(limits, max_requests=sizes[-1], max_tokens=sizes[-1])
+            tokens, requests = (max(each) for each in zip(*sizes, strict=True))
+            captured = replace(limits, max_requests=requests, max_tokens=tokens)
             largest += _bytes_of_pass(controller, captured) + buffer_bytes(captured, controller.model.config.vocab_size)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

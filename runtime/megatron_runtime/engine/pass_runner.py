@@ -11,6 +11,7 @@ from megatron_runtime.engine.context import DynamicInferenceContext, LogProbRows
 from megatron_runtime.engine.decode_graphs import DecodeGraphs
 from megatron_runtime.engine.draft_model import DraftModel
 from megatron_runtime.engine.draft_rows import draft_rows
+from megatron_runtime.engine.graph_sizes import GraphSize
 from megatron_runtime.engine.request_book import RequestBook
 from megatron_runtime.engine.sampling.sampler import NO_TOKEN
 from megatron_runtime.engine.scheduling.scheduler import Schedule, Scheduler
@@ -42,7 +43,7 @@ class PassRunner:
         context: The KV cache and its tables.
         scheduler: The scheduler over the context's allocator.
         requests: The open requests.
-        graphs: The CUDA graphs of passes without prompts; None: all passes run eagerly.
+        graphs: The CUDA graphs; None: all passes run eagerly.
 
     Raises:
         ConfigurationError: The draft model of the configuration does not fit, as in `DraftModel`.
@@ -64,7 +65,7 @@ class PassRunner:
         draft = context.config.speculative_draft_model
         self._draft_model = None if draft is None else DraftModel(draft, controller.model, context)
         self.graph_size: int | None = None
-        """Rows of the CUDA graph of the last pass; None: it ran eagerly."""
+        """Requests of the CUDA graph of the last pass, with padding; None: it ran eagerly."""
         self._in_flight: deque[_Pass] = deque()
         self.prompt_tokens_total = 0
         self.generated_tokens_total = 0
@@ -180,9 +181,10 @@ class PassRunner:
 
     def _run(self, slices: list[SequenceSlice]) -> PendingOutput:
         ranks = self._controller.model.ranks
-        self.graph_size = None if self._graphs is None else self._graphs.size_for(slices)
-        if self.graph_size is not None:
-            return share_output(ranks, slices, self._run_captured(slices, self.graph_size))
+        size = None if self._graphs is None else self._graphs.size_for(slices)
+        self.graph_size = None if size is None else size.requests
+        if size is not None:
+            return share_output(ranks, slices, self._run_captured(slices, size))
         batch = self._context.forward_batch(slices)
         tape = self._context.routing.tape(slices, self._context.device)
         if ranks.position.samples:
@@ -193,7 +195,7 @@ class PassRunner:
         self._context.routing.store(batch.slots, tape)
         return awaited_output(ranks, slices)
 
-    def _run_captured(self, slices: list[SequenceSlice], size: int) -> StepOutput:
+    def _run_captured(self, slices: list[SequenceSlice], size: GraphSize) -> StepOutput:
         assert self._graphs is not None, "graphs have sizes"
         rules = self._context.sampling_rules(slices)
         begun = self._graphs.begin(slices, size, rules)

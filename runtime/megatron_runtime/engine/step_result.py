@@ -75,6 +75,6 @@ class StepResult(TypedDict):
     step_time: float
     """Duration of the step in seconds."""
     cuda_graph_request_count: int | None
-    """Rows of the CUDA graph of the pass, with padding; None: it ran eagerly."""
+    """Requests of the CUDA graph of the pass, with padding; None: it ran eagerly."""
     partial_outputs: dict[int, PartialOutput]
     """New tokens of streaming requests, by request id."""

@@ -83,7 +83,7 @@ class TextGenerationController:
 
     @torch.inference_mode()
     def run_captured(self, begun: CapturedPass, rules: SamplingRules, wanted: LogProbRows | None) -> StepOutput:
-        """The same for a pass that a CUDA graph has begun, each of whose rows is sampled."""
+        """The same for a pass that a CUDA graph has begun, each of whose rows of logits is sampled."""
         return self._sample(begun.logits, begun.logits, begun, rules, wanted)
 
     def _sample(

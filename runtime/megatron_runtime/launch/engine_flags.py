@@ -71,8 +71,8 @@ class EngineFlags:
     num_cuda_graphs: Annotated[
         int | None,
         typer.Option(
-            help="Batch sizes whose decode passes are CUDA graphs; 0: none; -1: all. Default: on a GPU all, where the"
-            " model permits it."
+            help="Number of sizes of passes without prompts, and of passes with prompts up to 512 tokens, that are CUDA"
+            " graphs; 0: none; -1: all. Default: on a GPU all, where the model permits it."
         ),
     ] = None
     batch_invariant: Annotated[

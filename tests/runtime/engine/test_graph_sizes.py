@@ -1,4 +1,4 @@
-"""The batch sizes of CUDA graphs."""
+"""The sizes of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_runtime.config import InferenceConfig
-from megatron_runtime.engine.graph_sizes import graph_sizes
+from megatron_runtime.engine.graph_sizes import GraphSize, decode_sizes, graph_sizes, prompt_sizes
 
 LINEAR = {"cuda_graph_sizing_distribution": "linear"}
 CASES: list[tuple[dict[str, Any], int, list[int]]] = [
@@ -30,4 +30,37 @@ CASES: list[tuple[dict[str, Any], int, list[int]]] = [
 
 @pytest.mark.parametrize(("settings", "max_requests", "sizes"), CASES, ids=str)
 def test_the_sizes_follow_the_settings(settings: dict[str, Any], max_requests: int, sizes: list[int]) -> None:
-    assert graph_sizes(InferenceConfig(**settings), max_requests) == sizes
+    assert decode_sizes(InferenceConfig(**settings), max_requests) == sizes
+
+
+FEW, ALL = [*range(64, 513, 64)], [64, 128, 256]
+PROMPTS: list[tuple[dict[str, Any], list[int], int, list[int]]] = [
+    ({}, [], 4096, []),
+    ({"num_cuda_graphs": -1}, ALL, 4096, FEW),
+    ({"num_cuda_graphs": -1}, ALL, 100, [64, 100]),
+    ({"num_cuda_graphs": -1}, [1], 1, []),
+    ({"num_cuda_graphs": -1, "cuda_graph_max_tokens": 1100}, ALL, 4096, [*FEW, 640, 768, 896, 1024, 1100]),
+    ({"num_cuda_graphs": -1, "cuda_graph_all_prefills": True}, ALL, 1536, [*FEW, 640, 768, 896, 1024, 1280, 1536]),
+    ({"num_cuda_graphs": 3}, ALL, 4096, [192, 384, 512]),
+    ({"num_cuda_graphs": 1}, ALL, 4096, [512]),
+    ({"num_cuda_graphs": -1, "use_cuda_graphs_for_non_decode_steps": False}, ALL, 4096, []),
+    ({"num_cuda_graphs": -1, "cuda_graph_mixed_prefill_count": 0}, ALL, 4096, []),
+]
+
+
+@pytest.mark.parametrize(("settings", "requests", "max_tokens", "tokens"), PROMPTS, ids=str)
+def test_the_sizes_with_prompts_follow_the_settings(
+    settings: dict[str, Any], requests: list[int], max_tokens: int, tokens: list[int]
+) -> None:
+    sizes = prompt_sizes(InferenceConfig(**settings), requests, max_tokens)
+    assert sorted({size.tokens for size in sizes}) == tokens
+    assert all(size.has_prompts for size in sizes)
+
+
+def test_sizes_with_prompts_are_for_few_and_for_the_most_requests() -> None:
+    sizes = graph_sizes(InferenceConfig(num_cuda_graphs=2, cuda_graph_max_tokens=256), 256, 4096)
+    assert sizes == [(128, 127), (128, 128), (256, 128), (256, 255), (256, 256)]
+    assert [size.has_prompts for size in sizes] == [True, False, True, True, False]
+    every = graph_sizes(InferenceConfig(num_cuda_graphs=-1), 256, 4096)
+    assert {size.requests for size in every if size.tokens == 512} == {32, 256}
+    assert max(every) == GraphSize(512, 256)

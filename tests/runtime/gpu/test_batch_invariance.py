@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine import batch_invariance
-from megatron_runtime.engine.graph_sizes import graph_sizes
+from megatron_runtime.engine.graph_sizes import decode_sizes, prompt_sizes
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model import products
 from megatron_runtime.model.products import linear
@@ -53,7 +53,9 @@ def test_all_products_of_the_engine_have_fixed_rows(
         monkeypatch.setattr(f"megatron_runtime.{module}.FIXED_ROWS", ROWS)
     rows_of_products.clear()
     with pretended_device() as device:
-        engine = small_engine(on_gpu(model), batch_invariant=True, num_cuda_graphs=num_cuda_graphs)
+        engine = small_engine(
+            on_gpu(model), batch_invariant=True, num_cuda_graphs=num_cuda_graphs, cuda_graph_max_tokens=14
+        )
         assert generate(engine, {}, lengths=(4, 3)) == expected
     assert set(rows_of_products) == {ROWS}
     assert (device.work.replays > 0) == (num_cuda_graphs == -1)
@@ -77,4 +79,5 @@ def test_a_cpu_changes_nothing() -> None:
 
 def test_graphs_have_a_multiple_of_the_fixed_rows() -> None:
     config = InferenceConfig(num_cuda_graphs=-1, batch_invariant=True)
-    assert graph_sizes(config, 300) == [128, 256, 384]
+    assert decode_sizes(config, 300) == [128, 256, 384]
+    assert prompt_sizes(config, [128, 256], 300) == [(128, 127), (256, 128), (256, 255), (384, 128), (384, 256)]

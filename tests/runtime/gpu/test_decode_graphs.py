@@ -1,4 +1,4 @@
-"""Decode passes as CUDA graphs on a pretended GPU: the tokens of eager passes, and a few launches of the host."""
+"""Passes without prompts as CUDA graphs on a pretended GPU: the tokens of eager passes, and few launches."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ def one_layer(**changes: Any) -> Decoder:
 
 
 def captured_engine(model: Decoder, **config: Any) -> DynamicInferenceEngine:
-    """With graphs for 1 and 3 requests."""
-    return small_engine(on_gpu(model), **({"num_cuda_graphs": -1, "max_requests": 3} | config))
+    """With graphs for 1 and 3 requests, and none with prompts."""
+    settings = {"num_cuda_graphs": -1, "max_requests": 3, "use_cuda_graphs_for_non_decode_steps": False}
+    return small_engine(on_gpu(model), **(settings | config))
 
 
 LOG_PROBS = {"temperature": 0.7, "repetition_penalty": 1.3, "return_log_probs": True, "top_n_logprobs": 3}
@@ -88,8 +89,7 @@ def test_graphs_give_the_tokens_of_the_cpu(case: dict[str, Any], device: Pretend
 def test_log_probs_are_those_of_eager_passes(device: PretendedDevice) -> None:
     model = one_layer()
     found = []
-    for config in ({}, {"num_cuda_graphs": -1}):
-        engine = small_engine(on_gpu(model), **config)
+    for engine in (small_engine(on_gpu(model)), captured_engine(model)):
         future = engine.add_request(0, [65] * 5, SamplingParams(**LOG_PROBS, num_tokens_to_generate=6, seed=1))
         while engine.has_unfinished_requests():
             engine.step_modern()
@@ -286,8 +286,7 @@ def test_a_number_of_graphs_that_is_not_possible_is_refused(device: PretendedDev
         with pytest.raises(ConfigurationError, match=f"^num_cuda_graphs=2: .*{reason}.*; leave it out, or") as refusal:
             small_engine(model, num_cuda_graphs=2)
         assert refusal.value.field == "num_cuda_graphs"
-        engine = small_engine(model, num_cuda_graphs=-1)
-        assert engine.capture_stats is None
+        assert small_engine(model, num_cuda_graphs=-1).capture_stats is None
     assert device.graphs == []
 
 

@@ -37,6 +37,9 @@ def test_the_dry_run_goes_through_all_checks_and_finds_nothing_wrong(
         "engine's tokens, all samplers, graphs",
         "decode, batch 2",
         "bits of products",
+        "capture of CUDA graphs",
+        "step, prompt of 16 tokens",
+        "step, prompt of 8 tokens beside 2 requests of context 20",
         "batch-invariant: decode, batch 2",
     )
     assert all(f"| {name}" in printed for name in (*names, "KV cache given", "ceiling: copy", "prefill of 20 tokens"))

@@ -18,7 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from gpu_support.pretended_graphs import PretendedGraph, graph_functions
+from gpu_support.pretended_graphs import PretendedGraph, graph_functions, overwrite
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
@@ -181,8 +181,10 @@ class PretendedDevice(TorchDispatchMode):
             self.capture.note(compute)
 
     def _allocated(self, name: str, made: Any) -> Any:
-        if self.capture is not None and "empty" in name:
-            self.capture.own(made)
+        if "empty" in name:
+            overwrite([made])  # What is left of earlier memory could be infinite, of which Python warns at times.
+            if self.capture is not None:
+                self.capture.own(made)
         return made
 
     def refuse_in_capture(self, what: str) -> None:

@@ -69,7 +69,7 @@ class PretendedGraph:
         """Take new tensors as memory of the pool."""
         tensors = [each for each in tree_flatten(made)[0] if isinstance(each, Tensor)]
         self._memory += tensors
-        _overwrite(tensors)
+        overwrite(tensors)
         return tensors
 
     def replay(self) -> None:
@@ -80,12 +80,13 @@ class PretendedGraph:
         work.kernels.update(self.kernels)
         with _disable_current_modes():
             for each in self._pool:
-                _overwrite(each._memory)
+                overwrite(each._memory)
             for launch in self.launches:
                 launch()
 
 
-def _overwrite(tensors: list[Tensor]) -> None:
+def overwrite(tensors: list[Tensor]) -> None:
+    """With values that no result may depend on."""
     for each in tensors:
         if each.dtype.is_floating_point:
             each.fill_(torch.nan)
