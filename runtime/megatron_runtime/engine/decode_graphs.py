@@ -182,7 +182,8 @@ class DecodeGraphs:
 
     def size_for(self, slices: Slices[SequenceSlice]) -> GraphSize | None:
         """The size of the graph for a pass; None if it has to run eagerly."""
-        if any(part.sequence.adapter is not None for part in slices):
+        sequences = [part.sequence for part in slices]
+        if any(each.adapter is not None or each.replayed_routing is not None for each in sequences):
             return None
         if is_decode_pass(slices):
             return self._smallest(GraphSize(len(slices), len(slices)))

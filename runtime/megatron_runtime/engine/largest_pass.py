@@ -43,10 +43,7 @@ def measure_kv_cache_memory(controller: TextGenerationController, config: Infere
     limits = largest_limits(controller, config)
     with naming_device_memory("in a pass of the largest size", device):
         largest = _bytes_of_pass(controller, limits, records_routing=config.moe_enable_routing_replay)
-        if sizes := graph_sizes(config, limits.max_requests, limits.max_tokens):
-            # Graphs have memory of their own, as much as the largest of them needs.
-            tokens, requests = (max(each) for each in zip(*sizes, strict=True))
-            captured = replace(limits, max_requests=requests, max_tokens=tokens)
+        if captured := limits_of_graphs(config, limits):
             largest += _bytes_of_pass(controller, captured) + buffer_bytes(captured, controller.model.config.vocab_size)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
@@ -92,6 +89,17 @@ def largest_limits(controller: TextGenerationController, config: InferenceConfig
         dtype=model.dtype,
         device_type=model.device.type,
     )
+
+
+def limits_of_graphs(config: InferenceConfig, limits: ContextLimits) -> ContextLimits | None:
+    """The limits of a pass with as many tokens and requests as CUDA graphs have; None without graphs.
+
+    All graphs share memory of their own, as much as the largest of them needs.
+    """
+    if not (sizes := graph_sizes(config, limits.max_requests, limits.max_tokens)):
+        return None
+    tokens, requests = (max(each) for each in zip(*sizes, strict=True))
+    return replace(limits, max_requests=requests, max_tokens=tokens)
 
 
 @torch.inference_mode()

@@ -10,7 +10,12 @@ import torch
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engine.largest_pass import largest_limits, run_largest_pass, share_for_kv_cache
+from megatron_runtime.engine.largest_pass import (
+    largest_limits,
+    limits_of_graphs,
+    run_largest_pass,
+    share_for_kv_cache,
+)
 from megatron_runtime.engine.text_generation_controller import TextGenerationController
 from megatron_runtime.errors import ConfigurationError, EngineError
 from megatron_runtime.inference_request import Status
@@ -50,6 +55,26 @@ def test_the_largest_pass_is_possible_with_any_limits(
     controller = TextGenerationController(tiny_model, byte_tokenizer)
     config = InferenceConfig(max_tokens=tokens, max_requests=requests, max_sequence_length=length)
     run_largest_pass(controller, largest_limits(controller, config))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes"),
+    [
+        ({}, None),
+        ({"num_cuda_graphs": -1}, (512, 40)),
+        ({"num_cuda_graphs": -1, "use_cuda_graphs_for_non_decode_steps": False}, (40, 40)),
+        ({"num_cuda_graphs": -1, "cuda_graph_all_prefills": True}, (1024, 40)),
+    ],
+)
+def test_the_largest_pass_of_graphs_has_their_tokens_and_requests(
+    tiny_model: Decoder, byte_tokenizer: Tokenizer, settings: dict[str, Any], sizes: tuple[int, int] | None
+) -> None:
+    controller = TextGenerationController(tiny_model, byte_tokenizer)
+    config = InferenceConfig(max_tokens=1024, max_requests=40, max_sequence_length=512, **settings)
+    limits = limits_of_graphs(config, largest_limits(controller, config))
+    assert (None if limits is None else (limits.max_tokens, limits.max_requests)) == sizes
+    if limits is not None:
+        run_largest_pass(controller, limits)
 
 
 def test_the_kv_cache_gets_nine_tenths_of_the_rest() -> None:
