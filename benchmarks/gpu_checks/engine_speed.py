@@ -142,7 +142,7 @@ def measure_steps(
     """The median of the seconds of steps without prompts, and what it is beside the graph on the GPU."""
     add_requests(engine, random_prompts(batch, load.prompt, sizes.vocabulary), load, params)
     while engine.step_modern()["cuda_graph_request_count"] is None or engine.stats().running < batch:
-        pass
+        assert engine.stats().running + engine.stats().waiting == batch, "no request fails"
     for _ in range(WARM_UP_STEPS):
         engine.step_modern()
     gc.collect()
