@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from runtime_support.byte_backend import END, byte_backend
@@ -26,6 +27,8 @@ TARGET = 0.3e-3
 """Seconds of a step beside the work of the GPU that this project aims at."""
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
+GRAPHS_OF_STEP = 2
+"""The model, and the sampler."""
 WARM_UP_STEPS = 3
 EARLY_TOKENS = 40
 """Most tokens of a request while the prompts of others are computed."""
@@ -45,7 +48,7 @@ class Load:
     @property
     def length(self) -> int:
         """Most tokens of a request."""
-        return self.prompt + EARLY_TOKENS + WARM_UP_STEPS + self.steps
+        return self.prompt + EARLY_TOKENS + WARM_UP_STEPS + self.steps + 2
 
 
 def load_of(sizes: Sizes) -> Load:
@@ -80,11 +83,9 @@ def measure(sizes: Sizes, rates: dict[int, float]) -> Iterator[Result]:
     engine = make_engine(random_model(sizes), sizes, load)
     stats = engine.capture_stats
     assert stats is not None, "this device permits CUDA graphs"
-    graphs = engine._memory.graphs
-    assert graphs is not None
     allocated, reserved = (stats[f"{kind}_bytes"] / 1e9 for kind in ("allocated", "reserved"))
     words = f"{stats['time']:.3g} s, {allocated:.3g} GB allocated, {reserved:.3g} GB reserved"
-    yield Result(f"capture of CUDA graphs, {len(graphs.sizes)} sizes to {graphs.sizes[-1]}", words)
+    yield Result(f"capture of CUDA graphs for up to {max(load.batches)} requests", words)
     took = first_token_seconds(engine, sizes, load)
     yield Result(f"time to first token, prompt of {load.prompt} tokens", f"{took * 1e3:.3g} ms")
     for batch in load.batches:
@@ -139,10 +140,10 @@ def first_token_seconds(engine: DynamicInferenceEngine, sizes: Sizes, load: Load
 def measure_steps(
     engine: DynamicInferenceEngine, sizes: Sizes, load: Load, batch: int, params: dict[str, Any]
 ) -> tuple[float, Result]:
-    """The median of the seconds of steps without prompts, and what it is beside the graph on the GPU."""
+    """The median of the seconds of steps without prompts, and what it is beside the graphs on the GPU."""
     add_requests(engine, random_prompts(batch, load.prompt, sizes.vocabulary), load, params)
-    while engine.step_modern()["cuda_graph_request_count"] is None or engine.stats().running < batch:
-        assert engine.stats().running + engine.stats().waiting == batch, "no request fails"
+    while not all(engine.get_request(number).generated_tokens for number in range(batch)):
+        engine.step_modern()
     for _ in range(WARM_UP_STEPS):
         engine.step_modern()
     gc.collect()
@@ -152,22 +153,30 @@ def measure_steps(
         result = engine.step_modern()
         found.append(time.perf_counter() - started)
         assert len(result["active_request_ids"]) == batch, "no request ends or waits"
-        size = result["cuda_graph_request_count"]
-        assert size is not None, "a step without prompts runs on a graph"
-    step, alone = statistics.median(found), graph_seconds(engine, sizes, size)
+        assert result["cuda_graph_request_count"] is not None, "a step without prompts runs on a graph"
+    step, alone = statistics.median(found), graph_seconds(engine, sizes)
     abort_requests(engine, batch)
     words = f"{step * 1e3:.4g} ms, {(step - alone) * 1e3:.2g} ms beside the graphs (target {TARGET * 1e3:g})"
     return step, Result(f"engine step, batch {batch}", f"{words}, {batch / step:.4g} tokens/s")
 
 
-def graph_seconds(engine: DynamicInferenceEngine, sizes: Sizes, size: int) -> float:
-    """Of the last pass on the GPU: several in a row, so that the host's launches are hidden."""
-    graphs = engine._memory.graphs
-    assert graphs is not None
-    graphs.replay(size)
+@torch.inference_mode()
+def graph_seconds(engine: DynamicInferenceEngine, sizes: Sizes) -> float:
+    """Of the graphs of one more step on the GPU: several replays in a row, so that the host's launches are hidden. They
+    write what the step has written."""
+    replayed: list[torch.cuda.CUDAGraph] = []
+    replay = torch.cuda.CUDAGraph.replay
+
+    def noted(graph: torch.cuda.CUDAGraph) -> None:
+        replayed.append(graph)
+        replay(graph)
+
+    with patch.object(torch.cuda.CUDAGraph, "replay", noted):
+        engine.step_modern()
+    assert len(replayed) == GRAPHS_OF_STEP
     wait(sizes)
     started = time.perf_counter()
-    for _ in range(sizes.repeats):
-        graphs.replay(size)
+    for graph in replayed * sizes.repeats:
+        graph.replay()
     wait(sizes)
     return (time.perf_counter() - started) / sizes.repeats

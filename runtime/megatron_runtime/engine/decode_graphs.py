@@ -189,13 +189,6 @@ class DecodeGraphs:
         there = on_device(edits.arrays, self._model.device) if edits.arrays else {}
         return CapturedPass(self._logits[:count], self._tokens[:count], sampling, edits, there)
 
-    @torch.inference_mode()
-    def replay(self, size: int) -> None:
-        """Compute the last pass, which ran on the graph of ``size`` rows, and its sampling again, without the host's
-        part and without waiting: for measurements of the device. It writes the same keys, values and tokens."""
-        for graph in self._graphs[size]:
-            graph.replay()
-
     def _update_tables(self, entries: dict[str, NDArray[Any]]) -> None:
         """Write entries of the block tables by a copy of their own."""
         try:

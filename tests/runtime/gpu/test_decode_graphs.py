@@ -131,22 +131,6 @@ def test_a_step_has_two_launches_one_copy_and_one_wait(
         assert sum(device.work.waits.values()) == 1
 
 
-def test_a_pass_that_is_replayed_for_a_measurement_changes_no_token(device: PretendedDevice) -> None:
-    found = []
-    for again in (0, 2):
-        engine, device.work = captured_engine(one_layer()), Work()
-        assert engine._memory.graphs is not None
-        begun(engine, 2, {"temperature": 0.8, "top_p": 0.9})
-        for _ in range(6):
-            size = engine.step_modern()["cuda_graph_request_count"]
-            assert size is not None
-            for _ in range(again):
-                engine._memory.graphs.replay(size)
-        assert device.work.replays == 6 * 2 * (1 + again)
-        found.append([engine.get_request(index).generated_tokens for index in range(2)])
-    assert found[0] == found[1]
-
-
 def test_the_launches_of_a_graph_are_within_the_budget(device: PretendedDevice) -> None:
     counted = []
     for layers in (1, 2):

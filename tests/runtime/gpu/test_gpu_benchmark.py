@@ -41,7 +41,7 @@ def test_the_dry_run_goes_through_all_checks_and_finds_nothing_wrong(
         "decode, batch 2",
         "bits of products",
         "batch-invariant: decode, batch 2",
-        "capture of CUDA graphs, 2 sizes to 2",
+        "capture of CUDA graphs for up to 2 requests",
         "time to first token",
         "engine step, batch 2 ",
         "engine step, batch 2, sampled",
