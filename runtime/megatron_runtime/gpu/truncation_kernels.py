@@ -97,7 +97,7 @@ def value_at_sum(
     return -high.to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["likely_blocks"])
 def find_floors(
     floors, maxima, tops, temperatures, sigmas, top_ks, top_ps, num_blocks, likely_blocks, BLOCK: tl.constexpr
 ):  # fmt: skip

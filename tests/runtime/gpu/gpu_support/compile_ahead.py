@@ -34,6 +34,7 @@ SMALLER = (86, 120)
 """Those with less shared memory, for which only attention is compiled."""
 FLOATS = dict.fromkeys(("scale", "soft_cap", "eps", "multiplier", "magnitude"), "fp32")
 STRIDES = ("block_stride", "head_stride")
+TABLES = ("block_tables", "query_starts", "context_lengths")
 LIMITS: dict[str, dict[str, Any]] = {
     kind: dict.fromkeys(("WINDOWED", "CHUNKED", "HAS_SINKS"), kind == "limited") for kind in ("plain", "limited")
 }
@@ -145,13 +146,19 @@ def compiled(
             kind = f"*{pointers[name]}"
         elif name in FLOATS:
             kind = FLOATS[name]
-        elif name in ("block_tables", "query_starts", "context_lengths"):
+        elif name in TABLES:
             kind = "*i32"
         if kind.startswith("*") or name in STRIDES:
             aligned[(place,)] = [["tt.divisibility", 16]]
         signature[name] = kind
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def numbers_of(kernel: Any, constants: dict[str, Any], pointers: dict[str, str]) -> list[str]:
+    """The numbers that are constants of the program when they are 1."""
+    others = {*constants, *pointers, *FLOATS, *STRIDES, *TABLES}
+    return [each.name for each in kernel.params if each.name not in others and not each.do_not_specialize]
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -176,6 +183,8 @@ def main() -> None:
         for name, kernel, constants, pointers, options in cases(arch):
             made = compiled(kernel, constants, pointers, options, arch)
             found[f"sm_{arch} {name}"] = resources(made.asm["cubin"]) | {"shared": made.metadata.shared}
+            if arch == 90 and (ones := numbers_of(kernel, constants, pointers)):
+                compiled(kernel, constants | dict.fromkeys(ones, 1), pointers, options, arch)
     print(json.dumps(found))
 
 
