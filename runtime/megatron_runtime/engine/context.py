@@ -220,9 +220,9 @@ class DynamicInferenceContext:
         slots = [-1 if part.sequence.adapter is None else part.sequence.adapter for part in slices]
         return AdapterRows(np.repeat(np.array(slots, np.int32), [part.length for part in slices]), self.device)
 
-    def sampling_rules(self, slices: Slices[SequenceSlice]) -> SamplingRules:
-        """The sampling rules of the slices that sample."""
-        return self._sampling.rules([(part.sequence, part.end) for part in slices if part.samples])
+    def sampling_rules(self, slices: Slices[SequenceSlice], *, with_edits: bool = True) -> SamplingRules:
+        """The sampling rules of the slices that sample. Without edits, the tokens of the slices need not be known."""
+        return self._sampling.rules([(part.sequence, part.end) for part in slices if part.samples], with_edits)
 
     def sampled_logit_rows(self, slices: Slices[SequenceSlice]) -> Tensor | None:
         """int64 [S], the rows of the logits that are sampled; None means all rows."""

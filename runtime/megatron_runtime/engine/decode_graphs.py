@@ -11,8 +11,9 @@ import logging
 import time
 from collections.abc import Sequence as Slices
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -33,6 +34,9 @@ from megatron_runtime.model.experts import Experts
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kernels.gpu_attention import has_gpu_attention
 
+if TYPE_CHECKING:
+    from megatron_runtime.gpu.arriving_tokens import ArrivingTokens, TokenCopies
+
 _logger = logging.getLogger(__name__)
 
 _REMEDY = "use --num-cuda-graphs 0"
@@ -48,6 +52,7 @@ class CapturedPass:
         sampling: torch.cuda.CUDAGraph | None,
         edits: GpuEdits,
         there: dict[str, Tensor],
+        copies: TokenCopies,
     ) -> None:
         self.logits = logits
         """float32 [S, vocab], valid until the next pass."""
@@ -55,6 +60,7 @@ class CapturedPass:
         self._sampling = sampling
         self._edits = edits
         self._there = there
+        self._copies = copies
 
     def edit_(self, logits: Tensor) -> None:
         """Apply the edits to the logits of this pass."""
@@ -66,6 +72,12 @@ class CapturedPass:
         if self._sampling is not None:
             self._sampling.replay()
         return self._tokens
+
+    @torch.inference_mode()
+    def begin_sampling(self) -> ArrivingTokens:
+        """The same for logits without edits: the tokens come later, those of this pass first."""
+        self.sample(self.logits)
+        return self._copies.begin()
 
 
 def buffer_bytes(limits: ContextLimits, vocab_size: int) -> int:
@@ -124,6 +136,7 @@ class DecodeGraphs:
     """
 
     def __init__(self, model: Decoder, context: DynamicInferenceContext, sizes: Slices[GraphSize]) -> None:
+        from megatron_runtime.gpu.arriving_tokens import TokenCopies
         from megatron_runtime.gpu.persistent_arrays import PersistentArrays
 
         self._model = model
@@ -142,6 +155,7 @@ class DecodeGraphs:
             self._tables = self._flat_tables.view(-1, tables.width)
             self._logits = torch.zeros(largest, model.config.vocab_size, device=device)
             self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
+            self._copies = TokenCopies(self._tokens)
             self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
             self._every = torch.arange(largest, device=device)
 
@@ -201,9 +215,19 @@ class DecodeGraphs:
         return next((size for size in fitting if size in self._graphs), None)
 
     @torch.inference_mode()
-    def begin(self, slices: Slices[SequenceSlice], size: GraphSize, rules: SamplingRules) -> CapturedPass:
-        """Begin a pass on the graph of this size, as from `size_for`."""
-        if more := self._inputs.write(self._arrays.host_arrays(), slices, size, rules):
+    def begin(
+        self,
+        slices: Slices[SequenceSlice],
+        size: GraphSize,
+        rules: SamplingRules,
+        sources: NDArray[np.int64] | None = None,
+    ) -> CapturedPass:
+        """Begin a pass on the graph of this size, as from `size_for`.
+
+        Without prompts, the tokens of the slices can be those that the last pass has sampled, from the places
+        ``sources``.
+        """
+        if more := self._inputs.write(self._arrays.host_arrays(), slices, size, rules, sources):
             self._update_tables(more)
         self._arrays.send()
         self._graphs[size].replay()
@@ -211,7 +235,7 @@ class DecodeGraphs:
         sampling = self._samplers[min(most for most in self._samplers if most >= count)] if count else None
         edits = GpuEdits(rules.edits, count, self._logits.shape[1])
         there = on_device(edits.arrays, self._model.device) if edits.arrays else {}
-        return CapturedPass(self._logits[:count], self._tokens[:count], sampling, edits, there)
+        return CapturedPass(self._logits[:count], self._tokens[:count], sampling, edits, there, self._copies)
 
     def _update_tables(self, entries: dict[str, NDArray[Any]]) -> None:
         """Write entries of the block tables by a copy of their own."""
@@ -224,13 +248,19 @@ class DecodeGraphs:
 
     def _forward(self, size: GraphSize) -> None:
         """From the inputs to the logits: what is captured."""
+        from megatron_runtime.gpu.rows import sampled_or_known
+
         there, (tokens, requests) = self._arrays.there, size
         self._flat_tables.index_copy_(0, there["new_places"], there["new_blocks"])
         starts, logit_rows = self._starts, self._every
         if size.has_prompts:
             starts, logit_rows = there["query_starts"], there["logit_rows"]
+            inputs = there["tokens"][:tokens]
+        else:
+            inputs = sampled_or_known(there["tokens"][:tokens], there["sources"][:tokens], self._tokens)
         batch = ForwardBatch(
-            **{name: there[name][:tokens] for name in ("tokens", "positions", "slots")},
+            tokens=inputs,
+            **{name: there[name][:tokens] for name in ("positions", "slots")},
             context_lengths=there["context_lengths"][:requests],
             query_starts=starts[: requests + 1],
             block_tables=self._tables.index_select(0, there["table_rows"][:requests]),

@@ -261,6 +261,7 @@ class DynamicInferenceEngine(RunningEngine):
         Unfinished requests continue with their keys and values, including old ones, and later requests do not share
         them.
         """
+        self._passes.drop_next()
         self.scheduler.forget_prefixes()
 
     def update_weights(self, weights: Weights, *, version: int | None = None) -> int:

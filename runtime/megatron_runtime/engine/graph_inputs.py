@@ -20,8 +20,11 @@ from megatron_runtime.model.kernel_warm_up import NOT_STORED
 Fields = dict[str, tuple[DTypeLike, int]]
 """Types and sizes of arrays by their names."""
 
-_TOKEN_FIELDS: dict[str, DTypeLike] = {"tokens": np.int64, "positions": np.int64, "slots": np.int64}
-"""By the names of ForwardBatch."""
+_TOKEN_FIELDS: dict[str, DTypeLike] = dict.fromkeys(("tokens", "sources", "positions", "slots"), np.int64)
+"""By the names of ForwardBatch; ``sources`` are places of tokens among those that the last pass has sampled;
+negative ones are of tokens that the host knows."""
+_PADDING = {"sources": -1, "slots": NOT_STORED}
+"""The values of padding that are not 0."""
 _REQUEST_FIELDS: dict[str, DTypeLike] = {"context_lengths": np.int32, "table_rows": np.int32}
 """``table_rows`` are rows of the block tables."""
 _SAMPLING_FIELDS: dict[str, DTypeLike] = {
@@ -80,9 +83,16 @@ class GraphInputs:
         self._write_entries(here, np.empty(0, np.int64), np.empty(0, np.int32))
 
     def write(
-        self, here: Mapping[str, NDArray[Any]], slices: Slices[SequenceSlice], size: GraphSize, rules: SamplingRules
+        self,
+        here: Mapping[str, NDArray[Any]],
+        slices: Slices[SequenceSlice],
+        size: GraphSize,
+        rules: SamplingRules,
+        sources: NDArray[np.int64] | None = None,
     ) -> dict[str, NDArray[Any]]:
         """A pass over slices on a graph of this size, without prompts if each slice has one token and samples.
+
+        In a pass without prompts, the tokens can come from ``sources``, one for each slice.
 
         What is beyond them is padding: tokens whose keys and values are not stored, and requests without tokens, or in
         a pass without prompts with one of them.
@@ -93,19 +103,23 @@ class GraphInputs:
         if size.has_prompts:
             self._write_prompts(here, slices)
         else:
-            self._write_single_tokens(here, slices)
+            self._write_single_tokens(here, slices, sources)
         self._write_rules(here, row_parameters(rules))
         places, blocks = self._tables.pop_changes()
         room = self._num_entries
         self._write_entries(here, places[:room], blocks[:room])
         return {} if len(places) <= room else {"places": places[room:], "blocks": blocks[room:]}
 
-    def _write_single_tokens(self, here: Mapping[str, NDArray[Any]], slices: Slices[SequenceSlice]) -> None:
+    def _write_single_tokens(
+        self, here: Mapping[str, NDArray[Any]], slices: Slices[SequenceSlice], sources: NDArray[np.int64] | None
+    ) -> None:
         count, tables = len(slices), self._tables
         rows = np.fromiter((tables.sync(part.sequence) for part in slices), np.intp, count)
         positions = np.fromiter((part.start for part in slices), np.int64, count)
-        tokens = np.fromiter((part.sequence.tokens[part.start] for part in slices), np.int64, count)
-        self._write_tokens(here, {"tokens": tokens, "positions": positions, "slots": tables.slots(rows, positions)})
+        known = {"sources": sources}
+        if sources is None:
+            known = {"tokens": np.fromiter((part.sequence.tokens[part.start] for part in slices), np.int64, count)}
+        self._write_tokens(here, known | {"positions": positions, "slots": tables.slots(rows, positions)})
         self._write_requests(here, {"context_lengths": positions + 1, "table_rows": rows})
 
     def _write_prompts(self, here: Mapping[str, NDArray[Any]], slices: Slices[SequenceSlice]) -> None:
@@ -120,7 +134,7 @@ class GraphInputs:
 
     def _write_tokens(self, here: Mapping[str, NDArray[Any]], values: Mapping[str, NDArray[Any]]) -> None:
         for name in _TOKEN_FIELDS:
-            _fill(here[name], values.get(name, ()), NOT_STORED if name == "slots" else 0)
+            _fill(here[name], values.get(name, ()), _PADDING.get(name, 0))
 
     def _write_requests(self, here: Mapping[str, NDArray[Any]], values: Mapping[str, NDArray[Any]]) -> None:
         _fill(here["context_lengths"], values.get("context_lengths", ()), 1)

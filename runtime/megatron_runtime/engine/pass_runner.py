@@ -12,6 +12,7 @@ from megatron_runtime.engine.decode_graphs import DecodeGraphs
 from megatron_runtime.engine.draft_model import DraftModel
 from megatron_runtime.engine.draft_rows import draft_rows
 from megatron_runtime.engine.graph_sizes import GraphSize
+from megatron_runtime.engine.next_pass import NextPass
 from megatron_runtime.engine.request_book import RequestBook
 from megatron_runtime.engine.sampling.sampler import NO_TOKEN
 from megatron_runtime.engine.scheduling.scheduler import Schedule, Scheduler
@@ -66,6 +67,7 @@ class PassRunner:
         self._draft_model = None if draft is None else DraftModel(draft, controller.model, context)
         self.graph_size: int | None = None
         """Requests of the CUDA graph of the last pass, with padding; None: it ran eagerly."""
+        self._next = None if graphs is None else NextPass(graphs, context, scheduler)
         self._in_flight: deque[_Pass] = deque()
         self.prompt_tokens_total = 0
         self.generated_tokens_total = 0
@@ -87,19 +89,31 @@ class PassRunner:
         Once each running request has been in a pass, one pass begins when another one ends. A pass that fails in the
         model can be repeated.
         """
-        schedule = self._scheduler.schedule()
+        has_begun = self._next is not None and self._next.has_begun and self._scheduler.num_running > 0
+        # What has begun has no room for new requests; they begin with the pass after it.
+        schedule = self._scheduler.schedule(admits=not has_begun)
         self._apply(schedule)
         if schedule.slices and (begun := self._begin(schedule.slices)) is not None:
             self._in_flight.append(begun)
             self._context.count_pass(schedule.slices)
+            if self._next is not None:
+                self._next.begin()
+        else:
+            self.drop_next()
         is_full = len(self._in_flight) == self._scheduler.limits.passes_in_flight
         if self._in_flight and (is_full or not schedule.slices or not self._scheduler.has_idle):
             self._settle(self._in_flight.popleft())
 
     def settle_all(self) -> None:
-        """Settle all passes in flight."""
+        """Settle all passes in flight, and drop what has begun besides."""
+        self.drop_next()
         while self._in_flight:
             self._settle(self._in_flight.popleft())
+
+    def drop_next(self) -> None:
+        """Drop the pass that has begun before its tokens were known, if there is one."""
+        if self._next is not None:
+            self._next.drop()
 
     def evict_all(self) -> None:
         """Evict every running request; it is computed again from its tokens."""
@@ -184,7 +198,8 @@ class PassRunner:
         size = None if self._graphs is None else self._graphs.size_for(slices)
         self.graph_size = None if size is None else size.requests
         if size is not None:
-            return share_output(ranks, slices, self._run_captured(slices, size))
+            return self._run_captured(slices, size)
+        self.drop_next()
         batch = self._context.forward_batch(slices)
         tape = self._context.routing.tape(slices, self._context.device)
         if ranks.position.samples:
@@ -195,12 +210,16 @@ class PassRunner:
         self._context.routing.store(batch.slots, tape)
         return awaited_output(ranks, slices)
 
-    def _run_captured(self, slices: list[SequenceSlice], size: GraphSize) -> StepOutput:
+    def _run_captured(self, slices: list[SequenceSlice], size: GraphSize) -> PendingOutput:
         assert self._graphs is not None, "graphs have sizes"
-        rules = self._context.sampling_rules(slices)
+        assert self._next is not None, "there are graphs"
+        rules, wanted = self._context.sampling_rules(slices), self._log_prob_rows(slices)
+        if not rules.edits and wanted is None:
+            return self._next.run(slices, size, rules)
+        self._next.drop()
         begun = self._graphs.begin(slices, size, rules)
-        output = self._controller.run_captured(begun, rules, self._log_prob_rows(slices))
-        return self._with_dead_ends(output, slices)
+        output = self._with_dead_ends(self._controller.run_captured(begun, rules, wanted), slices)
+        return lambda: output
 
     def _sample(self, batch: ForwardBatch, slices: list[SequenceSlice], tape: RoutingTape | None) -> StepOutput:
         output = self._controller.run(

@@ -97,6 +97,17 @@ def look_up_rows(
     tl.store(output + place.to(tl.int64) * SIZE + channel, found, mask=exists)
 
 
+@triton.jit(do_not_specialize=["count"])
+def choose_tokens(output, known, sources, sampled, count, BLOCK: tl.constexpr):
+    """``sampled`` at the places ``sources``, or ``known`` where these are negative: [count]. Grid: [count / BLOCK]."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = place < count
+    source = tl.load(sources + place, mask=exists, other=-1)
+    given = tl.load(known + place, mask=exists, other=0)
+    found = tl.load(sampled + source, mask=source >= 0, other=0)
+    tl.store(output + place, tl.where(source >= 0, found, given), mask=exists)
+
+
 @triton.jit
 def turn_positions(
     cosines, sines, positions, frequencies, magnitude, HALF: tl.constexpr, HALF_PAD: tl.constexpr

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from megatron_runtime.gpu.launch import launch, power_of_two
-from megatron_runtime.gpu.row_kernels import gate_rows, look_up_rows, normalize_rows, turn_positions
+from megatron_runtime.gpu.row_kernels import choose_tokens, gate_rows, look_up_rows, normalize_rows, turn_positions
 
 GATE_BLOCK = 1024
+TOKEN_BLOCK = 256
 CHANNELS_PER_WARP = 512
 MOST_WARPS = 16
 NORMS = {"rms": 0, "rms_plus_one": 1, "layer": 2}
@@ -102,6 +103,20 @@ def look_up(
         HAS_POSITIONS=learned is not None,
         SCALED=multiplier != 1.0,
     )
+    return output
+
+
+def sampled_or_known(known: Tensor, sources: Tensor, sampled: Tensor) -> Tensor:
+    """Tokens of the last pass at these places, or ``known`` where they are negative: int64 [T].
+
+    Args:
+        known: int64 [T].
+        sources: int64 [T].
+        sampled: int64 [S].
+    """
+    output = torch.empty_like(known)
+    grid = (-(-len(known) // TOKEN_BLOCK),)
+    launch(choose_tokens, grid, (output, known, sources, sampled, len(known)), BLOCK=TOKEN_BLOCK, num_warps=1)
     return output
 
 

@@ -54,3 +54,9 @@ def device_guard(tmp_path_factory: pytest.TempPathFactory) -> None:
         load_device_guard(tmp_path_factory.mktemp("guard"))
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         pytest.skip(f"the pretended device needs a C++ compiler: {error}")
+
+
+@pytest.fixture
+def one_pass_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pass begins before the tokens of the last one are known, so that a step has the work of one pass."""
+    monkeypatch.setattr("megatron_runtime.engine.next_pass.NextPass.begin", lambda _: None)

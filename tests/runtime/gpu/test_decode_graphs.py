@@ -148,7 +148,7 @@ def _pairs(graphs: list[Any]) -> list[tuple[Any, Any]]:
     return list(zip(graphs[::2], graphs[1::2], strict=True))
 
 
-@pytest.mark.usefixtures("device")
+@pytest.mark.usefixtures("device", "one_pass_at_a_time")
 def test_padding_neither_writes_to_blocks_nor_changes_tokens() -> None:
     """Two requests on a graph of three, over a cache whose other slots are NaN."""
     model = one_layer()
@@ -194,6 +194,7 @@ def test_graphs_are_captured_when_the_engine_is_created(device: PretendedDevice)
     assert names <= {"attend_tiles", "attend_splits", "merge_splits"}, "the prompts alone have other kernels"
 
 
+@pytest.mark.usefixtures("one_pass_at_a_time")
 def test_a_pass_beyond_the_graphs_or_with_a_prompt_runs_eagerly(device: PretendedDevice) -> None:
     model = one_layer()
     engine = captured_engine(model, cuda_graph_max_tokens=2)
@@ -206,6 +207,7 @@ def test_a_pass_beyond_the_graphs_or_with_a_prompt_runs_eagerly(device: Pretende
     assert device.work.replays == 2
 
 
+@pytest.mark.usefixtures("one_pass_at_a_time")
 def test_a_pass_with_an_adapter_runs_eagerly(device: PretendedDevice) -> None:
     engine = captured_engine(one_layer())
     for index in range(2):
@@ -234,6 +236,7 @@ def test_drafts_are_rows_of_a_graph(device: PretendedDevice) -> None:
     assert len(sizes) < 10
 
 
+@pytest.mark.usefixtures("one_pass_at_a_time")
 def test_more_new_blocks_than_a_graph_has_room_for_come_by_one_more_copy(device: PretendedDevice) -> None:
     model = one_layer()
     params = SamplingParams(num_tokens_to_generate=5, temperature=0.0)

@@ -128,6 +128,7 @@ STEPS: dict[str, tuple[dict[str, Any], int, int]] = {
 """Parameters of the requests, and the most launches beside the two of graphs, and copies from pinned memory."""
 
 
+@pytest.mark.usefixtures("one_pass_at_a_time")
 @pytest.mark.parametrize(("params", "launches", "copies"), STEPS.values(), ids=STEPS)
 def test_a_step_with_prompts_has_two_launches_one_copy_and_one_wait(
     params: dict[str, Any], launches: int, copies: int, device: PretendedDevice
@@ -168,6 +169,7 @@ def test_the_launches_of_a_graph_with_prompts_are_within_the_budget(device: Pret
     assert 2 * counted[0] - counted[1] <= 12
 
 
+@pytest.mark.usefixtures("one_pass_at_a_time")
 def test_the_smallest_graph_that_fits_is_used(device: PretendedDevice) -> None:
     engine = captured_engine(one_layer())
     graphs = engine._memory.graphs
@@ -193,7 +195,7 @@ def test_the_smallest_graph_that_fits_is_used(device: PretendedDevice) -> None:
     assert seen == [(16, 1), (32, 3), (16, 3), (3, 3)]
 
 
-@pytest.mark.usefixtures("device")
+@pytest.mark.usefixtures("device", "one_pass_at_a_time")
 def test_what_a_graph_has_no_results_for_runs_eagerly() -> None:
     engine = captured_engine(one_layer())
     add(engine, 0, prompt(3), 20)
@@ -219,6 +221,7 @@ def test_prompts_run_eagerly_without_graphs_for_them(setting: dict[str, Any], de
     assert all("attend_tiles" not in graph.kernels for graph in device.graphs)
 
 
+@pytest.mark.usefixtures("one_pass_at_a_time")
 def test_padding_neither_writes_to_blocks_nor_changes_tokens(device: PretendedDevice) -> None:
     """A request of one token, and a prompt of 5, on a graph of 16 tokens and 3 requests, over a cache whose other slots
     are NaN."""
@@ -247,6 +250,7 @@ def test_padding_neither_writes_to_blocks_nor_changes_tokens(device: PretendedDe
     assert device.work.replays == 4
 
 
+@pytest.mark.usefixtures("one_pass_at_a_time")
 def test_a_long_cached_prefix_needs_one_more_copy_for_its_blocks(device: PretendedDevice) -> None:
     engine = captured_engine(one_layer(), enable_prefix_caching=True)
     tokens = prompt(130)

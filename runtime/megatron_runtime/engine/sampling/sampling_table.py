@@ -119,11 +119,11 @@ class SamplingTable:
         for part in (*self._edits, *self._truncations):
             part.set_row(row, request)
 
-    def rules(self, prefixes: Sequences[tuple[Sequence, int]]) -> SamplingRules:
+    def rules(self, prefixes: Sequences[tuple[Sequence, int]], with_edits: bool = True) -> SamplingRules:
         """The rules for sampling the next tokens. Each of ``prefixes`` is a running sequence and the length of its
         prefix."""
         draws = Draws(prefixes)
-        edits = (part.for_batch(draws) for part in self._edits)
+        edits = (part.for_batch(draws) for part in (self._edits if with_edits else ()))
         truncations = (part.for_batch(draws) for part in self._truncations)
         return SamplingRules(
             temperature=self._temperature[draws.rows],

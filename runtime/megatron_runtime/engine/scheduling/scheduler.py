@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Slices
 from dataclasses import dataclass
 
 from megatron_runtime.engine.scheduling.block_allocator import BlockAllocator
@@ -135,8 +136,8 @@ class Scheduler:
         (self._running if sequence in self._running else self._waiting).remove(sequence)
         self._release(sequence)
 
-    def schedule(self) -> Schedule:
-        """Schedule the next pass: allocates, pauses, evicts and admits."""
+    def schedule(self, *, admits: bool = True) -> Schedule:
+        """Schedule the next pass: allocates, pauses, evicts and, if it ``admits``, lets sequences leave the queue."""
         slices: list[SequenceSlice] = []
         evicted: list[Sequence] = []
         paused: list[Sequence] = []
@@ -157,7 +158,7 @@ class Scheduler:
                 slices.append(self._begin_slice(sequence, budget - num_behind))
                 budget -= slices[-1].length
         # Sequences that were evicted or paused now would only evict others.
-        admitted = [] if evicted or paused else self._admit(slices, budget)
+        admitted = [] if evicted or paused or not admits else self._admit(slices, budget)
         slices = self._with_drafts(slices)
         self._slices = slices
         known, self._paused = self._paused, {sequence.request_id for sequence in paused}
@@ -180,6 +181,25 @@ class Scheduler:
         """Record that the first draft after the computed tokens was right, and is computed."""
         sequence.num_computed += 1
         sequence.num_begun += 1
+
+    def reserve_next(self, slices: Slices[SequenceSlice]) -> list[SequenceSlice | None]:
+        """The slices of the pass after one that samples a token of each of these sequences, if they go on.
+
+        Allocates the blocks that they need. None for a sequence that ends with its next token; an empty list if blocks
+        are missing, or if sequences may have drafts.
+        """
+        following = [SequenceSlice.after(part) for part in slices]
+        growing = [
+            part.sequence
+            for part in following
+            if part is not None and self.blocks_for(part.end) > len(part.sequence.blocks)
+        ]
+        may_draft = any(part.sequence.draft_length is not None for part in slices)
+        if may_draft or not self.allocator.can_allocate(len(growing)):
+            return []
+        for sequence in growing:  # by one token, so by one block
+            sequence.blocks += self.allocator.allocate(1)
+        return following
 
     def withdraw(self, slices: list[SequenceSlice]) -> None:
         """Record that the newest pass in flight will not be computed."""
@@ -264,7 +284,7 @@ class Scheduler:
     def _grow(self, sequence: Sequence, evicted: list[Sequence]) -> bool:
         """Allocate the blocks that the known tokens of a running sequence need; False if it was evicted itself."""
         missing = self._missing(sequence)
-        if not missing:
+        if missing <= 0:
             return True  # as in nearly every pass
         while not self.allocator.can_allocate(missing):
             if self._evict_last(evicted) is sequence:

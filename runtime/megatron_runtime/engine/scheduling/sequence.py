@@ -132,6 +132,15 @@ class SequenceSlice(NamedTuple):
         num_log_probs = 0 if scored is None else max(0, end - max(start, scored - 1))
         return cls(sequence, start, end, end == known, num_log_probs, sequence.num_evictions)
 
+    @classmethod
+    def after(cls, part: SequenceSlice) -> SequenceSlice | None:
+        """The slice of the token that is sampled after ``part``; None if the sequence ends with that token."""
+        if part.end + 1 >= part.sequence.max_length:
+            return None
+        return cls(
+            part.sequence, part.end, part.end + 1, samples=True, num_log_probs=0, num_evictions=part.num_evictions
+        )
+
     @property
     def length(self) -> int:
         """Number of tokens to compute."""

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -122,6 +123,8 @@ class PretendedDevice(TorchDispatchMode):
         """The graph that notes all work at present."""
         self.graphs: list[PretendedGraph] = []
         """All that were captured."""
+        self.arriving: list[Callable[[], Any]] = []
+        """Copies to the host that are in progress; until they have ended, their targets have no values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Every operator."""
@@ -219,6 +222,10 @@ class PretendedDevice(TorchDispatchMode):
         if not is_within:
             self.refuse_in_capture("a copy between host and device")
             may_overlap = bool(kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+            if name == "copy_" and source_here and may_overlap and getattr(args[0], "is_pinned_here", False):
+                overwrite([args[0]])
+                self.arriving.append(partial(args[0].copy_, _content(source).clone()))
+                return args[0]
             self._count_copy(source, may_overlap=may_overlap)
         if name == "copy_":
             target, values = _content(args[0]), _content(source)
@@ -231,6 +238,11 @@ class PretendedDevice(TorchDispatchMode):
         plain_args = tree_map(_content, args)
         made = self.launched(lambda: func(*plain_args, **plain)) if is_within else func(*plain_args, **plain)
         return PretendedTensor(made, self) if target_here else made
+
+    def count_wait(self) -> None:
+        """The host waits for the device."""
+        self.refuse_in_capture("a wait")
+        self.work.waits[_line()] += 1
 
     def _count_copy(self, source: Tensor, *, may_overlap: bool) -> None:
         if isinstance(source, PretendedTensor):

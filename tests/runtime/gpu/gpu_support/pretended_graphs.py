@@ -95,14 +95,28 @@ def overwrite(tensors: list[Tensor]) -> None:
 
 
 class PretendedEvent:
-    """Stands for torch.cuda.Event: copies end at once."""
+    """Stands for torch.cuda.Event: copies to the host end when it waits for them, and all others at once."""
+
+    device: PretendedDevice
+
+    def __init__(self) -> None:
+        self._before: list[Callable[[], Any]] = []
 
     def record(self) -> None:
-        """Nothing is in progress."""
+        """The copies that are in progress come before it."""
+        self._before = list(self.device.arriving)
 
     def query(self) -> bool:
         """Whether the work before it has ended."""
-        return True
+        return not any(copy in self.device.arriving for copy in self._before)
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        self.device.count_wait()
+        for copy in self._before:
+            if copy in self.device.arriving:
+                self.device.arriving.remove(copy)
+                copy()
 
 
 class PretendedStream:
@@ -119,6 +133,7 @@ class PretendedStream:
 def graph_functions(device: PretendedDevice) -> dict[str, Any]:
     """What replaces the functions of torch.cuda."""
     graph_class = type("PretendedGraph", (PretendedGraph,), {"device": device})
+    event_class = type("PretendedEvent", (PretendedEvent,), {"device": device})
 
     def graph(made: PretendedGraph, pool: list[PretendedGraph], stream: PretendedStream) -> Any:
         del stream
@@ -127,5 +142,5 @@ def graph_functions(device: PretendedDevice) -> dict[str, Any]:
     return {
         **{"CUDAGraph": graph_class, "graph": graph, "graph_pool_handle": list[PretendedGraph]},
         **{"Stream": PretendedStream, "current_stream": PretendedStream, "stream": lambda _: nullcontext()},
-        "Event": PretendedEvent,
+        "Event": event_class,
     }

@@ -1,0 +1,118 @@
+"""Decode passes that begin before the host knows the tokens of the passes before them.
+
+To settle a pass and to schedule the next one takes the host up to a millisecond, in which the device would have nothing
+to do. So once a pass has begun on a CUDA graph, the next one is begun as well, as if each request went on: it takes its
+tokens from the device. The host then settles the first one and schedules as always. If the scheduled pass consists of
+rows that have begun, its tokens come from them; the other rows, of requests that have ended, are dropped. Otherwise the
+pass is begun as always, and what has begun was in vain: it has written keys and values that are now written again, or
+that belong to blocks which their next owners write to later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Slices
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_runtime.engine.context import DynamicInferenceContext
+from megatron_runtime.engine.decode_graphs import DecodeGraphs
+from megatron_runtime.engine.graph_sizes import GraphSize
+from megatron_runtime.engine.sampling.gpu_sampler import row_parameters
+from megatron_runtime.engine.sampling.sampling_table import SamplingRules
+from megatron_runtime.engine.scheduling.scheduler import Scheduler
+from megatron_runtime.engine.scheduling.sequence import SequenceSlice
+from megatron_runtime.engine.shared_output import PendingOutput
+from megatron_runtime.engine.text_generation_controller import StepOutput
+
+if TYPE_CHECKING:
+    from megatron_runtime.gpu.arriving_tokens import ArrivingTokens
+
+_Parameters = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class _BegunPass:
+    """A pass whose tokens are sampled without edits."""
+
+    slices: Slices[SequenceSlice]
+    """Those that sample."""
+    parameters: _Parameters
+    """As from `row_parameters`, for each of the slices."""
+    places: NDArray[np.intp]
+    """Of their tokens among those on the device."""
+    tokens: ArrivingTokens
+
+    def rows_of(self, slices: Slices[SequenceSlice], parameters: _Parameters) -> NDArray[np.intp] | None:
+        """Where these slices are among those of the pass, in its order; None if the pass lacks one of them."""
+        numbers = {id(part.sequence): number for number, part in enumerate(self.slices)}
+        rows = np.fromiter((numbers.get(id(part.sequence), -1) for part in slices), np.intp, len(slices))
+        if (rows < 0).any() or any(self.slices[row] != part for row, part in zip(rows, slices, strict=True)):
+            return None
+        for name in self.parameters.keys() | parameters.keys():
+            expected, found = self.parameters.get(name), parameters.get(name)
+            if not np.array_equal(0 if expected is None else expected[rows], 0 if found is None else found):
+                return None
+        return rows
+
+
+class NextPass:
+    """Runs the passes of an engine that need neither edits of logits nor log probabilities.
+
+    Args:
+        graphs: The CUDA graphs.
+        context: The KV cache, and the tables of the running sequences.
+        scheduler: Of these sequences; one pass is in flight at a time.
+    """
+
+    def __init__(self, graphs: DecodeGraphs, context: DynamicInferenceContext, scheduler: Scheduler) -> None:
+        self._graphs = graphs
+        self._context = context
+        self._scheduler = scheduler
+        self._last: _BegunPass | None = None
+        """The last pass of `run`, which the next one can follow."""
+        self._begun: _BegunPass | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a pass is begun that is not scheduled yet."""
+        return self._begun is not None
+
+    def drop(self) -> None:
+        """Neither use what has begun, for which this waits, nor begin the pass that follows the last one."""
+        if self._begun is not None:
+            self._begun.tokens.wait()
+        self._last = self._begun = None
+
+    def run(self, slices: Slices[SequenceSlice], size: GraphSize, rules: SamplingRules) -> PendingOutput:
+        """The output of a pass; begin it on the graph of this size, unless it has begun."""
+        begun, parameters = self._begun, row_parameters(rules)
+        self._last = self._begun = None
+        sampling = [part for part in slices if part.samples]
+        rows = None
+        if begun is not None and len(sampling) == len(slices):
+            rows = begun.rows_of(slices, parameters)
+        if begun is None or rows is None:
+            tokens = self._graphs.begin(slices, size, rules).begin_sampling()
+            places = np.arange(len(sampling))
+        else:
+            tokens, places = begun.tokens, begun.places[rows]
+        if len(sampling) == len(slices):
+            self._last = _BegunPass(slices, parameters, places, tokens)
+        return lambda: StepOutput(tokens.wait()[places].tolist(), None)
+
+    def begin(self) -> None:
+        """Begin the pass after the last one, if no request waits, and if there are blocks for it."""
+        last, self._last = self._last, None
+        if last is None or self._scheduler.num_waiting:
+            return
+        following = self._scheduler.reserve_next(last.slices)
+        slices = [part for part in following if part is not None]
+        if not slices or (size := self._graphs.size_for(slices)) is None:
+            return
+        sources = last.places[[part is not None for part in following]]
+        rules = self._context.sampling_rules(slices, with_edits=False)
+        tokens = self._graphs.begin(slices, size, rules, sources).begin_sampling()
+        self._begun = _BegunPass(slices, row_parameters(rules), np.arange(len(slices)), tokens)

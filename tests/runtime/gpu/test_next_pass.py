@@ -1,0 +1,201 @@
+"""Passes that begin before the tokens of the last one are known, on the pretended device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_support.pretended import PretendedDevice, Work, pretended_device
+from gpu_support.small_engine import on_gpu, random_decoder, small_engine
+
+from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.engine.next_pass import NextPass
+from megatron_runtime.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("device_guard")
+
+
+@pytest.fixture
+def device() -> Iterator[PretendedDevice]:
+    with pretended_device() as device:
+        yield device
+
+
+def captured_engine(**config: Any) -> DynamicInferenceEngine:
+    """With graphs for up to 4 requests and 16 tokens; a model of one layer."""
+    return small_engine(on_gpu(random_decoder(num_layers=1)), **({"num_cuda_graphs": -1, "cuda_graph_max_tokens": 16} | config))
+
+
+def add(engine: DynamicInferenceEngine, number: int, length: int, **params: Any) -> Any:
+    given = {"temperature": 0.8, "seed": number, "num_tokens_to_generate": length, "ignore_eos": True} | params
+    prompt = [65 + (number * 3 + at * at) % 60 for at in range(5 + number)]
+    return engine.add_request(number, prompt, SamplingParams(**given))
+
+
+def next_pass(engine: DynamicInferenceEngine) -> NextPass:
+    found = engine._passes._next
+    assert found is not None
+    return found
+
+
+def finish(engine: DynamicInferenceEngine, futures: list[Any]) -> list[list[int]]:
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+        engine.check_integrity()
+    return [future.result(timeout=0).merge().generated_tokens for future in futures]
+
+
+def on_cpu(lengths: dict[int, int], **params: Any) -> list[list[int]]:
+    """The tokens of each request."""
+    engine = small_engine(random_decoder(num_layers=1), max_requests=8)
+    return finish(engine, [add(engine, number, length, **params) for number, length in lengths.items()])
+
+
+def test_a_step_waits_once_for_tokens_while_the_next_pass_runs(device: PretendedDevice) -> None:
+    engine = captured_engine()
+    futures = [add(engine, number, 9) for number in range(3)]
+    for _ in range(3):
+        engine.step_modern()
+    assert next_pass(engine).has_begun
+    for _ in range(4):
+        device.work = Work()
+        engine.step_modern()
+        assert (device.work.replays, device.work.launches, device.work.pinned_copies) == (2, 2, 1)
+        assert sum(device.work.waits.values()) == 1
+        assert device.arriving, "the tokens of the next pass are on their way"
+    assert finish(engine, futures) == on_cpu(dict.fromkeys(range(3), 9))
+
+
+def test_requests_that_end_leave_the_others_their_rows(device: PretendedDevice) -> None:
+    """The pass that begins has rows of requests whose stop token ends them; that of a last token is known before."""
+    lengths = {0: 4, 1: 30, 2: 9, 3: 30}
+    whole = on_cpu(lengths)
+    stop = {"stop_token_ids": [whole[1][5]]}
+    expected = on_cpu(lengths, **stop)
+    assert len(expected[1]) < 7
+    engine = captured_engine()
+    futures = [add(engine, number, length, **stop) for number, length in lengths.items()]
+    device.work = Work()
+    assert finish(engine, futures) == expected
+    steps = engine.context.step_count
+    assert device.work.replays <= 2 * (steps + 1), "no pass was begun in vain"
+
+
+def test_a_new_request_begins_with_the_pass_after_the_one_that_has_begun(device: PretendedDevice) -> None:
+    engine = captured_engine()
+    futures = [add(engine, number, 20) for number in range(2)]
+    for _ in range(3):
+        engine.step_modern()
+    futures.append(add(engine, 2, 20))
+    device.work = Work()
+    assert engine.step_modern()["active_request_ids"] == [0, 1]
+    assert device.work.replays == 0, "the pass had begun, and the next one has the prompt"
+    assert engine.step_modern()["active_request_ids"] == [0, 1, 2]
+    assert finish(engine, futures) == on_cpu(dict.fromkeys(range(3), 20))
+
+
+def test_what_changes_the_next_pass_drops_what_has_begun(device: PretendedDevice) -> None:
+    lengths = dict.fromkeys(range(4), 24)
+    engine = captured_engine(kv_cache_management_mode="recompute")
+    futures = [add(engine, number, length) for number, length in lengths.items()]
+    for _ in range(3):
+        engine.step_modern()
+    engine.invalidate_prefix_cache()
+    assert not next_pass(engine).has_begun
+    engine.step_modern()
+    engine.step_modern()
+    assert next_pass(engine).has_begun
+    engine.suspend()
+    assert not next_pass(engine).has_begun
+    assert not device.arriving
+    engine.resume()
+    for _ in range(3):
+        engine.step_modern()
+    engine.abort_request(1)
+    device.work = Work()
+    engine.step_modern()
+    assert device.work.replays == 2, "the rows of the others are used"
+    expected = on_cpu(lengths)
+    del futures[1], expected[1]
+    assert finish(engine, futures) == expected
+
+
+def test_new_weights_compute_the_next_token(device: PretendedDevice) -> None:
+    found = []
+    weights = {name: place.clone() * 0.9 for name, place in random_decoder(num_layers=1).destinations().items()}
+    for engine in (small_engine(random_decoder(num_layers=1)), captured_engine()):
+        future = add(engine, 0, 12)
+        for _ in range(4):
+            engine.step_modern()
+        engine.update_weights(weights)
+        found.append(finish(engine, [future]))
+    assert found[0] == found[1]
+    assert device.work.replays
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"frequency_penalty": 0.5},
+        {"return_log_probs": True, "top_n_logprobs": 2},
+        {"grammar": "start: /[a-z]+/"},
+        {"logit_bias": {70: 3.0}},
+    ],
+    ids=["penalties", "log probs", "grammar", "bias"],
+)
+@pytest.mark.usefixtures("device")
+def test_no_pass_begins_where_the_host_edits_logits_or_reads_them(params: dict[str, Any]) -> None:
+    engine = captured_engine()
+    futures = [add(engine, 0, 12), add(engine, 1, 12, **params)]
+    for _ in range(5):
+        engine.step_modern()
+        assert not next_pass(engine).has_begun
+    expected = small_engine(random_decoder(num_layers=1))
+    assert finish(engine, futures) == finish(expected, [add(expected, 0, 12), add(expected, 1, 12, **params)])
+
+
+def test_edits_that_depend_on_the_tokens_begin_the_pass_again(device: PretendedDevice) -> None:
+    """Bad words of several tokens exclude their last one only after the others."""
+    whole = on_cpu({0: 24})[0]
+    words = {"bad_words": ["".join(map(chr, whole[8:10]))]}
+    expected = on_cpu({0: 24}, **words)
+    assert expected[0] != whole
+    engine = captured_engine()
+    future = add(engine, 0, 24, **words)
+    device.work = Work()
+    assert finish(engine, [future]) == expected
+    assert device.work.replays > 2 * engine.context.step_count
+
+
+@pytest.mark.usefixtures("device")
+def test_no_pass_begins_without_blocks_for_it() -> None:
+    engine = captured_engine(kv_cache_memory_bytes=16 << 10)
+    futures = [add(engine, number, 40) for number in range(4)]
+    begun = []
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+        engine.check_integrity()
+        begun.append(next_pass(engine).has_begun)
+    assert engine.stats().evictions_total > 0
+    assert set(begun) == {False, True}
+    found = [future.result(timeout=0).merge().generated_tokens for future in futures]
+    assert found == on_cpu(dict.fromkeys(range(4), 40))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.usefixtures("device")
+def test_random_arrivals_and_ends_give_the_tokens_of_the_cpu(seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    lengths = {number: int(chance.integers(1, 25)) for number in range(9)}
+    expected = on_cpu(lengths, stop_token_ids=[66, 90])
+    engine = captured_engine(enable_prefix_caching=bool(seed))
+    futures, waiting = {}, list(lengths)
+    while waiting or engine.has_unfinished_requests():
+        if waiting and chance.random() < 0.3:
+            number = waiting.pop(0)
+            futures[number] = add(engine, number, lengths[number], stop_token_ids=[66, 90])
+        engine.step_modern()
+        engine.check_integrity()
+    assert [futures[number].result(timeout=0).merge().generated_tokens for number in lengths] == expected
