@@ -24,13 +24,14 @@ SHARE_OF_FREE_MEMORY = 0.8
 
 
 def checks(sizes: Sizes) -> Iterator[Check]:
-    """With one model."""
+    """Each with a model of its own."""
     yield "memory and speed", partial(measure, sizes)
+    yield "steps with prompts", lambda: steps.measure(random_model(sizes), sizes)
 
 
 @torch.inference_mode()
 def measure(sizes: Sizes) -> Iterator[Result]:
-    """Ceilings, the memory of a suspended engine, a prefill, decode passes, and steps with prompts."""
+    """Ceilings, the memory of a suspended engine, a prefill, and decode passes."""
     bandwidth, flops = copied_bytes_per_second(sizes), products_per_second(sizes)
     yield Result("ceiling: copy", f"{bandwidth / 1e9:.3g} GB/s read and written")
     yield Result("ceiling: matrix product", f"{flops / 1e12:.3g} TFLOP/s")
@@ -41,7 +42,6 @@ def measure(sizes: Sizes) -> Iterator[Result]:
     for context in sizes.contexts:
         for requests in sizes.batches:
             yield decode(model, sizes, requests, context, weights, bandwidth)
-    yield from steps.measure(model, sizes)
     fix_rows(model)
     for result in (
         prefill(model, sizes, weights, flops),

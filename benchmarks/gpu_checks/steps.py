@@ -73,9 +73,10 @@ def length_of(sizes: Sizes) -> int:
 
 
 def make_engine(model: Decoder, sizes: Sizes, num_cuda_graphs: int) -> DynamicInferenceEngine:
-    """With room for these requests."""
-    length = max(length_of(sizes), sizes.step_prompt + 1)
-    blocks = (sizes.step_requests + 1) * -(-length // sizes.page)
+    """With room for these requests, and for the longest one of the model, on which the launches depend."""
+    length = model.config.max_position_embeddings
+    others = (sizes.step_requests + 1) * -(-max(length_of(sizes), sizes.step_prompt + 1) // sizes.page)
+    blocks = max(others, -(-length // sizes.page))
     settings = InferenceConfig(
         kv_cache_memory_bytes=blocks * KVCache.block_bytes(model.config, sizes.page, model.dtype),
         block_size_tokens=sizes.page,

@@ -46,6 +46,12 @@ def test_the_dry_run_goes_through_all_checks_and_finds_nothing_wrong(
     assert "WRONG" not in printed
 
 
+def test_some_checks_can_be_run_alone(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pretended_device():
+        assert program.report(is_dry=True, word="bits of products") == 0
+    assert capsys.readouterr().out.count("| ok |") == 1
+
+
 @pytest.mark.usefixtures("program")
 def test_a_wrong_result_and_an_error_are_both_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
