@@ -67,9 +67,9 @@ class Sizes:
     step_requests: int = 31
     """These others."""
     max_requests: int = 256
-    """Of the engine of these steps."""
+    """Of their engine."""
     graph_tokens: int = 512
-    """Of its largest CUDA graph."""
+    """Of an engine's largest CUDA graph."""
     has_gpu: bool = True
     page: int = 16
 
