@@ -78,7 +78,7 @@ def make_decode_graphs(model: Decoder, context: DynamicInferenceContext) -> Deco
     sizes = graph_sizes(config, context.max_requests)
     if not sizes:
         return None
-    if (obstacle := _obstacle(model, context)) is None:
+    if (obstacle := capture_obstacle(model, context)) is None:
         return DecodeGraphs(model, context, sizes)
     if config.num_cuda_graphs == -1:
         _logger.info("every pass runs eagerly, without CUDA graphs: %s", obstacle)
@@ -90,7 +90,7 @@ def make_decode_graphs(model: Decoder, context: DynamicInferenceContext) -> Deco
     )
 
 
-def _obstacle(model: Decoder, context: DynamicInferenceContext) -> str | None:
+def capture_obstacle(model: Decoder, context: DynamicInferenceContext) -> str | None:
     """Why passes of this model can't be captured; None if they can."""
     if model.device.type != "cuda":
         return f"the model is on the device {model.device.type}"
@@ -100,8 +100,11 @@ def _obstacle(model: Decoder, context: DynamicInferenceContext) -> str | None:
         return "its attention has no kernel of this project, and PyTorch's depends on values on the host"
     if model.config.recurrent is not None:
         return "it has recurrent layers, whose computation is not captured"
-    if any(isinstance(module, Experts) for module in model.modules()):
-        return "the host has to know which experts a pass has chosen"
+    for module in model.modules():
+        if isinstance(module, Experts) and isinstance(obstacle := module.grouped(), str):
+            return f"the host has to know which experts a pass has chosen, because {obstacle}"
+    if context.config.moe_enable_routing_replay:
+        return "the host records which experts a pass has chosen"
     return None
 
 
@@ -172,7 +175,10 @@ class DecodeGraphs:
 
     def size_for(self, slices: Slices[SequenceSlice]) -> int | None:
         """The number of rows of the graph for a pass; None if it has to run eagerly."""
-        if not is_decode_pass(slices) or any(part.sequence.adapter is not None for part in slices):
+        sequences = [part.sequence for part in slices]
+        if not is_decode_pass(slices) or any(
+            each.adapter is not None or each.replayed_routing is not None for each in sequences
+        ):
             return None
         return next((size for size in self._sizes if size >= len(slices) and size in self._graphs), None)
 

@@ -13,8 +13,8 @@ CHANNELS_PER_WARP = 512
 MOST_WARPS = 16
 NORMS = {"rms": 0, "rms_plus_one": 1, "layer": 2}
 """The numbers of the kinds of `normalize_rows`."""
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
-"""The numbers of the activations of `gate_rows`."""
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu_squared": 3}
+"""The numbers of the activations of `activated`."""
 
 
 def normalize(rows: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str) -> Tensor:

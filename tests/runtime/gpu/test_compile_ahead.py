@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 PROGRAM = Path(__file__).parent / "gpu_support" / "compile_ahead.py"
-MOST_REGISTERS = {"attend_tiles": 255, "attend_splits": 255, "truncate_rows": 128, "race_tokens": 128}
+MOST_REGISTERS = {
+    **dict.fromkeys(("attend_tiles", "attend_splits", "widen_visits", "narrow_visits"), 255),
+    **dict.fromkeys(("truncate_rows", "race_tokens", "sort_visits"), 128),
+}
 """By kernel: with 128, a program of 16 warps fits the registers of a processor."""
 MOST_REGISTERS_OF_OTHERS = 64
 MOST_SPILLED = {"turn_positions": 32}

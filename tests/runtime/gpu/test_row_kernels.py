@@ -66,7 +66,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @DTYPES
-@pytest.mark.parametrize("activation", rows.ACTIVATIONS)
+@pytest.mark.parametrize("activation", GATES)
 @pytest.mark.parametrize("size", [64, rows.GATE_BLOCK + 3])
 def test_a_gate_equals_that_of_float64(size: int, activation: str, dtype: torch.dtype) -> None:
     given = random(2, 2 * size, scale=4).to(dtype)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_runtime.model.config import ExpertsConfig, RoutingConfig, RoutingScores
-from megatron_runtime.model.kernels.row_kernels import sigmoid
+from megatron_runtime.model.kernels.row_kernels import has_gpu_row_kernels, sigmoid
 from megatron_runtime.model.layers import Linear
 
 _SMALLEST_SUM = 1e-20
@@ -56,7 +56,10 @@ class ExpertRouter(nn.Module, ABC):
 
     def forward(self, hidden: Tensor, replayed: Tensor | None = None) -> Routing:
         """Route [T, hidden]; ``replayed`` [T, per_token] has the experts to choose, and -1 where the router chooses."""
-        logits = self.linear(hidden.to(self.dtype)).float()
+        projected = self.linear(hidden.to(self.dtype))
+        if self.routing.groups == 1 and has_gpu_row_kernels(projected):
+            return self._route_on_gpu(projected, replayed)
+        logits = projected.float()
         scores = self.score(logits)
         ranking = self.rank(logits, scores)
         if self.routing.groups > 1:
@@ -70,6 +73,14 @@ class ExpertRouter(nn.Module, ABC):
         if self.routing.weight_multiplier != 1.0:
             weights = weights * self.routing.weight_multiplier
         return Routing(weights, chosen)
+
+    def _route_on_gpu(self, logits: Tensor, replayed: Tensor | None) -> Routing:
+        from megatron_runtime.gpu import experts  # Triton is not needed on other devices.
+
+        routing = self.routing
+        options = (self.selection_bias, replayed, routing.weight_multiplier)
+        found = experts.route(logits, self.per_token, routing.scores, *options, normalizes=routing.normalize_weights)
+        return Routing(*found)
 
 
 class SoftmaxRouter(ExpertRouter):

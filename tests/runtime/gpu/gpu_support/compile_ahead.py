@@ -18,10 +18,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megatron_runtime.gpu import attention, attention_kernels, row_kernels, rows, sampling, sampling_kernels
+from megatron_runtime.gpu import (
+    attention,
+    attention_kernels,
+    expert_kernels,
+    experts,
+    row_kernels,
+    rows,
+    sampling,
+    sampling_kernels,
+)
 
 CAPABILITIES = (80, 90, 100)
-FLOATS = dict.fromkeys(("scale", "soft_cap", "eps", "multiplier", "magnitude"), "fp32")
+FLOATS = dict.fromkeys(("scale", "soft_cap", "eps", "multiplier", "magnitude", "alpha", "limit"), "fp32")
 STRIDES = ("block_stride", "head_stride")
 LIMITS = {"WINDOWED": True, "CHUNKED": True, "HAS_SINKS": True}
 RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
@@ -98,6 +107,34 @@ def sampling_cases() -> Iterator[Case]:
     yield "finish_race", kernels.finish_race, {"PARTS": 32}, pointers, {"num_warps": 1}
 
 
+def expert_cases(capability: int) -> Iterator[Case]:
+    """The same for mixtures of experts, at the sizes of a 30B model of which each token uses 3B."""
+    count, per_token, hidden, channels = 128, 8, 2048, 768
+    pointers = dict.fromkeys(("output", "hidden", "inputs", "results", "logits", "matrices", "biases"), "bf16")
+    pointers |= dict.fromkeys(("chosen", "replayed", "offsets", "bias_offsets"), "i64")
+    pointers |= dict.fromkeys(("order", "starts"), "i32") | dict.fromkeys(("weights", "bias"), "fp32")
+    every = {"COUNT": count, "COUNT_PAD": count}
+    kernels = expert_kernels
+    for sigmoid in (True, False):
+        route = {"PER_TOKEN": per_token, "PER_TOKEN_PAD": per_token, "SIGMOID": sigmoid, "BIASED": sigmoid}
+        route |= every | {"REPLAYED": sigmoid, "NORMALIZES": True}
+        yield f"route_rows {'sigmoid' if sigmoid else 'softmax'}", kernels.route_rows, route, pointers, {"num_warps": 1}
+    for block, warps in ((experts.SORT_BLOCK, 4), (experts.LONG_SORT_BLOCK, 8)):
+        yield f"sort_visits {block}", kernels.sort_visits, {"BLOCK": block}, pointers, {"num_warps": warps}
+    for tile_rows in experts.TILE_ROWS:
+        sizes = experts.product_sizes(capability, tile_rows, 2)
+        tile = every | {"BLOCK_M": sizes.rows, "BLOCK_N": sizes.columns, "BLOCK_K": sizes.inner, "BIASED": True}
+        options = {"num_warps": sizes.warps, "num_stages": sizes.stages}
+        for is_gated in (True, False):
+            widen = {"PER_TOKEN": per_token, "SIZE": hidden, "CHANNELS": channels, "GATED": is_gated}
+            widen |= tile | {"ACTIVATION": rows.ACTIVATIONS["silu" if is_gated else "relu_squared"], "CLAMPED": False}
+            yield f"widen_visits {tile_rows} {is_gated}", kernels.widen_visits, widen, pointers, options
+        narrow = tile | {"SIZE": channels, "CHANNELS": hidden}
+        yield f"narrow_visits {tile_rows}", kernels.narrow_visits, narrow, pointers, options
+    total = {"COUNT": count, "PER_TOKEN": per_token, "SIZE": hidden, "BLOCK": experts.SUM_BLOCK, "WEIGHTED": True}
+    yield "sum_visits", kernels.sum_visits, total, pointers, {"num_warps": 4}
+
+
 def compiled(
     kernel: Any, constants: dict[str, Any], pointers: dict[str, str], options: dict[str, int], arch: int
 ) -> Any:
@@ -139,7 +176,8 @@ def main() -> None:
     """Compile all and print the result."""
     found = {}
     for arch in CAPABILITIES:
-        for name, kernel, constants, pointers, options in (*attention_cases(arch), *row_cases(), *sampling_cases()):
+        cases = (*attention_cases(arch), *row_cases(), *sampling_cases(), *expert_cases(arch))
+        for name, kernel, constants, pointers, options in cases:
             made = compiled(kernel, constants, pointers, options, arch)
             found[f"sm_{arch} {name}"] = resources(made.asm["cubin"]) | {"shared": made.metadata.shared}
     print(json.dumps(found))

@@ -105,6 +105,10 @@ class PretendedTensor(Tensor):
         with _disable_current_modes():
             self.device_.changed(lambda: self.content.__setitem__(plain, _content(value)))
 
+    def data_ptr(self) -> int:
+        """As of a tensor; kernels in the interpreter find the content there."""
+        return self.content.data_ptr()
+
     def __iter__(self) -> Iterator[Any]:
         """As of a tensor."""
         return iter(self.unbind(0))
@@ -320,6 +324,6 @@ def pretended_device() -> Iterator[PretendedDevice]:
 
 def _kernel_users() -> list[Any]:
     """The modules that launch kernels."""
-    from megatron_runtime.gpu import attention, rows, sampling
+    from megatron_runtime.gpu import attention, experts, rows, sampling
 
-    return [attention, rows, sampling]
+    return [attention, experts, rows, sampling]

@@ -1,0 +1,252 @@
+"""Mixtures of experts without a wait of the host: the choice of experts, and their networks for all tokens at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_runtime.gpu.expert_kernels import narrow_visits, route_rows, sort_visits, sum_visits, widen_visits
+from megatron_runtime.gpu.launch import capability, launch, power_of_two
+from megatron_runtime.gpu.rows import ACTIVATIONS
+
+ALIGNMENT = 16
+"""Bytes of which the address of a matrix has to be a multiple."""
+TILE_ROWS = (16, 64, 128)
+"""Visits in a tile."""
+FIXED_TILE_ROWS = 64
+"""Where the bits of a token must not depend on the number of tokens: as many as the tensor cores of Hopper multiply at
+once, so that single tokens take little longer and prompts are not slow."""
+MOST_MEAN_VISITS = {16: 8, 64: 128}
+"""Mean visits of an expert up to which tiles are so small. An expert with fewer visits than a tile has rows is read
+once."""
+SORT_BLOCK = 1024
+LONG_SORT_BLOCK = 4096
+"""Visits that a program of `sort_visits` sees at once."""
+SUM_BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class ProductSizes:
+    """Sizes of a product's tiles on one generation of GPUs; the tests compile with them and count registers."""
+
+    rows: int
+    """Visits."""
+    columns: int
+    """Rows of the matrix. With gates, two belong to a channel."""
+    inner: int
+    """Elements that are added at once."""
+    warps: int
+    stages: int
+
+
+def product_sizes(capability: int, rows: int, element_bytes: int) -> ProductSizes:
+    """For `widen_visits` and `narrow_visits`, by compute capability and by one of TILE_ROWS.
+
+    Chosen so that nothing spills to local memory; how fast they are is unknown.
+    """
+    if element_bytes == 4:
+        return ProductSizes(rows=16 if rows == 16 else 32, columns=32, inner=32, warps=4, stages=2)
+    if rows == 16:
+        return ProductSizes(rows=16, columns=64, inner=128, warps=4, stages=4 if capability >= 90 else 3)
+    if rows == 64:
+        return ProductSizes(rows=64, columns=128, inner=64, warps=4, stages=3)
+    return ProductSizes(rows=128, columns=256 if capability == 90 else 128, inner=64, warps=8, stages=3)
+
+
+def tile_rows(visits: int, experts: int) -> int:
+    """One of TILE_ROWS, by the number of visits of all experts. The bits of a token may depend on the choice."""
+    return next((rows for rows, most in MOST_MEAN_VISITS.items() if visits <= most * experts), TILE_ROWS[-1])
+
+
+@dataclass(frozen=True)
+class ScatteredTensors:
+    """Contiguous tensors of equal shapes and types, anywhere in the memory of a device."""
+
+    first: Tensor
+    offsets: Tensor
+    """int64 [tensors]: the place of each, in elements from the first."""
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> ScatteredTensors:
+        """They have to stay where they are. Their addresses are multiples of ALIGNMENT."""
+        addresses = [each.data_ptr() for each in tensors]
+        offsets = [(each - addresses[0]) // tensors[0].element_size() for each in addresses]
+        return cls(tensors[0], torch.tensor(offsets, dtype=torch.int64, device=tensors[0].device))
+
+
+@dataclass(frozen=True)
+class ExpertNetworks:
+    """Feed-forward networks of equal shapes."""
+
+    gate_up: ScatteredTensors
+    """Matrices [channels, hidden]; with gates [2 * channels, hidden], gates first."""
+    down: ScatteredTensors
+    """Matrices [hidden, channels]."""
+    gate_up_biases: ScatteredTensors | None
+    down_biases: ScatteredTensors | None
+    is_gated: bool
+    activation: str
+    """One of ACTIVATIONS."""
+    clamped: tuple[float, float] | None
+    """Alpha and limit of `ClampedGate`, which replaces the activation."""
+
+    def __len__(self) -> int:
+        return len(self.gate_up.offsets)
+
+    @property
+    def channels(self) -> int:
+        """Between the products."""
+        return self.down.first.shape[1]
+
+
+def route(
+    logits: Tensor,
+    per_token: int,
+    scores: str,
+    bias: Tensor | None,
+    replayed: Tensor | None,
+    multiplier: float,
+    *,
+    normalizes: bool,
+) -> tuple[Tensor, Tensor]:
+    """Weights, float32, and chosen experts, int64, both [T, per_token], by one launch.
+
+    Of experts that rank equally, the first are chosen.
+
+    Args:
+        logits: [T, experts], contiguous.
+        per_token: Experts to choose.
+        scores: "softmax" or "sigmoid".
+        bias: float32 [experts], added to the scores for the choice.
+        replayed: int64 [T, per_token], the experts to choose, and a negative number where the logits choose.
+        multiplier: Of the weights, in the end.
+        normalizes: Whether the weights are divided by their sum.
+    """
+    tokens, count = logits.shape
+    weights = torch.empty(tokens, per_token, dtype=torch.float32, device=logits.device)
+    chosen = torch.empty(tokens, per_token, dtype=torch.int64, device=logits.device)
+    launch(
+        route_rows,
+        (tokens,),
+        (
+            *(weights, chosen, logits, logits if bias is None else bias),
+            *(chosen if replayed is None else replayed.contiguous(), float(multiplier)),
+        ),
+        COUNT=count,
+        COUNT_PAD=power_of_two(count),
+        PER_TOKEN=per_token,
+        PER_TOKEN_PAD=power_of_two(per_token),
+        SIGMOID=scores == "sigmoid",
+        BIASED=bias is not None,
+        REPLAYED=replayed is not None,
+        NORMALIZES=normalizes,
+        num_warps=1,
+    )
+    return weights, chosen
+
+
+def process(
+    hidden: Tensor,
+    routing: tuple[Tensor, Tensor],
+    networks: ExpertNetworks,
+    first: int,
+    rows: int,
+    *,
+    weights_inputs: bool = False,
+) -> Tensor:
+    """The weighted sum of the results of each token's chosen experts: [T, size] to [T, size], by four launches.
+
+    An expert that is elsewhere adds nothing.
+
+    Args:
+        hidden: The tokens, contiguous.
+        routing: Weights, float32, and chosen experts, int64, both [T, per_token].
+        networks: The experts that are here.
+        first: The number of the first of them.
+        rows: One of TILE_ROWS.
+        weights_inputs: Whether the weights multiply the inputs instead of the results.
+    """
+    weights, chosen = (each.contiguous() for each in routing)
+    per_token, size = chosen.shape[1], hidden.shape[1]
+    order, starts = _sorted(chosen, first, len(networks), is_long=chosen.numel() > SORT_BLOCK)
+    inputs, visits_per_row = hidden, per_token
+    if weights_inputs:
+        inputs, visits_per_row = (hidden[:, None] * weights.to(hidden.dtype)[..., None]).view(-1, size), 1
+    results = _products(inputs, order, starts, networks, visits_per_row, rows)
+    summed = torch.empty_like(hidden)
+    launch(
+        sum_visits,
+        (len(hidden), -(-size // SUM_BLOCK)),
+        (summed, results, weights, chosen, first),
+        COUNT=len(networks),
+        PER_TOKEN=per_token,
+        SIZE=size,
+        BLOCK=min(power_of_two(size), SUM_BLOCK),
+        WEIGHTED=not weights_inputs,
+    )
+    return summed
+
+
+def use_kernels(
+    hidden: Tensor, routing: tuple[Tensor, Tensor], networks: ExpertNetworks, first: int, *, weights_inputs: bool
+) -> None:
+    """Launch `process` for all tiles and numbers of tokens."""
+    for rows in TILE_ROWS:
+        process(hidden, routing, networks, first, rows, weights_inputs=weights_inputs)
+    _sorted(routing[1].contiguous(), first, len(networks), is_long=True)
+
+
+def _sorted(chosen: Tensor, first: int, count: int, *, is_long: bool) -> tuple[Tensor, Tensor]:
+    visits = chosen.numel()
+    order = torch.empty(visits, dtype=torch.int32, device=chosen.device)
+    starts = torch.empty(count + 1, dtype=torch.int32, device=chosen.device)
+    block, warps = (LONG_SORT_BLOCK, 8) if is_long else (SORT_BLOCK, 4)
+    launch(sort_visits, (count,), (order, starts, chosen, visits, first), BLOCK=block, num_warps=warps)
+    return order, starts
+
+
+def _products(
+    inputs: Tensor, order: Tensor, starts: Tensor, networks: ExpertNetworks, visits_per_row: int, rows: int
+) -> Tensor:
+    """The results of all visits to experts that are here, [visits, size]."""
+    visits, size, count = len(order), inputs.shape[1], len(networks)
+    sizes = product_sizes(capability(inputs), rows, inputs.element_size())
+    # The tiles of an expert are at most one more than its visits fill, and at most as many as its visits.
+    tiles = min(visits, visits // sizes.rows + count)
+    common = {"COUNT": count, "COUNT_PAD": power_of_two(count), "BLOCK_M": sizes.rows, "BLOCK_N": sizes.columns}
+    common |= {"BLOCK_K": sizes.inner, "num_warps": sizes.warps, "num_stages": sizes.stages}
+    widened = inputs.new_empty(visits, networks.channels)
+    columns = networks.channels * (2 if networks.is_gated else 1)
+    alpha, limit = networks.clamped or (0.0, 0.0)
+    matrices, biases = networks.gate_up, networks.gate_up_biases or networks.gate_up
+    launch(
+        widen_visits,
+        (-(-columns // sizes.columns), tiles),
+        (
+            *(widened, inputs, order, starts, matrices.first, matrices.offsets, biases.first, biases.offsets),
+            *(float(alpha), float(limit)),
+        ),
+        PER_TOKEN=visits_per_row,
+        SIZE=size,
+        CHANNELS=networks.channels,
+        GATED=networks.is_gated,
+        BIASED=networks.gate_up_biases is not None,
+        ACTIVATION=ACTIVATIONS[networks.activation],
+        CLAMPED=networks.clamped is not None,
+        **common,
+    )
+    results = inputs.new_empty(visits, size)
+    matrices, biases = networks.down, networks.down_biases or networks.down
+    launch(
+        narrow_visits,
+        (-(-size // sizes.columns), tiles),
+        (results, widened, order, starts, matrices.first, matrices.offsets, biases.first, biases.offsets),
+        SIZE=networks.channels,
+        CHANNELS=size,
+        BIASED=networks.down_biases is not None,
+        **common,
+    )
+    return results
