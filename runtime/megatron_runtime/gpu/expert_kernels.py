@@ -17,42 +17,66 @@ SMALLEST_SUM = tl.constexpr(1e-20)
 
 
 @triton.jit
+def within_best_groups(ranking, GROUPS: tl.constexpr, BEST: tl.constexpr, SUMS_TWO: tl.constexpr):
+    """``ranking`` [GROUPS * members] with minus infinity outside the BEST groups, by the largest or the sum of two."""
+    grouped = tl.reshape(ranking, [GROUPS, ranking.shape[0] // GROUPS])
+    scores, places = tl.max(grouped, 1, return_indices=True)
+    if SUMS_TWO:
+        is_largest = tl.arange(0, grouped.shape[1])[None, :] == places[:, None]
+        scores += tl.max(tl.where(is_largest, float("-inf"), grouped), 1)
+    group = tl.arange(0, GROUPS)
+    is_best = group < 0
+    for _ in tl.static_range(BEST):
+        _, best = tl.max(tl.where(is_best, float("-inf"), scores), 0, return_indices=True)
+        is_best = is_best | (group == best)
+    return tl.reshape(tl.where(is_best[:, None], grouped, float("-inf")), ranking.shape)
+
+
+@triton.jit
 def route_rows(
     weights, chosen, logits, bias, replayed, multiplier,
-    COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, PER_TOKEN: tl.constexpr, PER_TOKEN_PAD: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr, MEMBERS: tl.constexpr, MEMBERS_PAD: tl.constexpr,
+    BEST_GROUPS: tl.constexpr, SUMS_TWO: tl.constexpr, PER_TOKEN: tl.constexpr, PER_TOKEN_PAD: tl.constexpr,
     SIGMOID: tl.constexpr, BIASED: tl.constexpr, REPLAYED: tl.constexpr, NORMALIZES: tl.constexpr,
 ):  # fmt: skip
-    """Select PER_TOKEN of COUNT experts for each token, the largest first, and of equal ones the first. Grid: [T].
+    """Select PER_TOKEN experts for each token, the largest first, and of equal ones the first. Grid: [T].
 
-    ``logits`` is [T, COUNT]; ``weights`` and ``chosen`` are [T, PER_TOKEN]. The scores are a softmax, or SIGMOID.
-    BIASED: experts are selected by score plus bias. REPLAYED: the experts of ``replayed``, unless it is negative.
+    ``logits`` is [T, GROUPS * MEMBERS]; ``weights`` and ``chosen`` are [T, PER_TOKEN]. The scores are a softmax, or
+    SIGMOID. BIASED: experts are selected by score plus bias, in the BEST_GROUPS groups. REPLAYED: the experts of
+    ``replayed``, unless it is negative.
     """
     row = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, COUNT_PAD)
-    exists = expert < COUNT
+    place = tl.arange(0, GROUPS_PAD * MEMBERS_PAD)
+    expert = place // MEMBERS_PAD * MEMBERS + place % MEMBERS_PAD
+    exists = (place < GROUPS * MEMBERS_PAD) & (place % MEMBERS_PAD < MEMBERS)
+    COUNT: tl.constexpr = GROUPS * MEMBERS
     logit = tl.load(logits + row * COUNT + expert, mask=exists, other=float("-inf")).to(tl.float32)
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logit))
-        # The sigmoids of large logits round to the same number.
-        ranking = logit
     else:
         powers = tl.exp(logit - tl.max(logit))
         scores = powers / tl.sum(powers)
-        ranking = scores
+    ranking = scores
     if BIASED:
         ranking = scores + tl.load(bias + expert, mask=exists, other=0.0)
+    elif SIGMOID and GROUPS == 1:
+        # The sigmoids of large logits round to the same number.
+        ranking = logit
     ranking = tl.where(exists, ranking, float("-inf"))
+    if BEST_GROUPS < GROUPS:
+        ranking = within_best_groups(ranking, GROUPS_PAD, BEST_GROUPS, SUMS_TWO)
     slot = tl.arange(0, PER_TOKEN_PAD)
     picked = tl.zeros([PER_TOKEN_PAD], tl.float32)
     for each in tl.static_range(PER_TOKEN):
         _, best = tl.max(ranking, 0, return_indices=True)
-        ranking = tl.where(expert == best, float("-inf"), ranking)
-        best = tl.minimum(best, COUNT - 1).to(tl.int64)
+        ranking = tl.where(place == best, float("-inf"), ranking)
+        best = tl.minimum(best // MEMBERS_PAD * MEMBERS + best % MEMBERS_PAD, COUNT - 1).to(tl.int64)
         if REPLAYED:
             wanted = tl.load(replayed + row * PER_TOKEN + each)
             best = tl.where(wanted >= 0, wanted, best)
         tl.store(chosen + row * PER_TOKEN + each, best)
-        picked = tl.where(slot == each, tl.sum(tl.where(expert == best, scores, 0.0)), picked)
+        score = tl.sum(tl.where(exists & (expert == best), scores, 0.0))
+        picked = tl.where(slot == each, score, picked)
     if NORMALIZES:
         picked = picked / (tl.sum(picked) + SMALLEST_SUM)
     tl.store(weights + row * PER_TOKEN + slot, picked * multiplier, mask=slot < PER_TOKEN)

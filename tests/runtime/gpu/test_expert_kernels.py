@@ -63,6 +63,10 @@ ROUTERS: dict[str, RoutingConfig] = {
     "a factor": RoutingConfig(weight_multiplier=2.5),
     "sigmoid": RoutingConfig("sigmoid", normalize_weights=True),
     "a bias": RoutingConfig("sigmoid", has_selection_bias=True),
+    "groups": RoutingConfig(groups=4, groups_per_token=2),
+    "sums of two": RoutingConfig(
+        "sigmoid", has_selection_bias=True, groups=3, groups_per_token=2, group_scores="top_2_sum"
+    ),
 }
 
 
@@ -70,11 +74,11 @@ ROUTERS: dict[str, RoutingConfig] = {
 @pytest.mark.parametrize("routing", ROUTERS.values(), ids=ROUTERS)
 def test_experts_are_chosen_as_by_pytorch(routing: RoutingConfig, is_replayed: bool) -> None:
     generator = torch.Generator().manual_seed(2)
-    router = make_router(16, ExpertsConfig(11, 3, 8, routing), torch.float32)
+    router = make_router(16, ExpertsConfig(12, 3, 8, routing), torch.float32)
     for weight in router.parameters():
         weight.data.normal_(generator=generator)
     hidden = torch.randn(7, 16, generator=generator)
-    replayed = torch.randint(0, 11, (7, 3), generator=generator).where(torch.arange(7)[:, None] % 2 == 0, -1)
+    replayed = torch.randint(0, 12, (7, 3), generator=generator).where(torch.arange(7)[:, None] % 2 == 0, -1)
     given = replayed if is_replayed else None
     for found, expected in zip(router._route_on_gpu(router.linear(hidden), given), router(hidden, given), strict=True):
         assert found.dtype == expected.dtype
@@ -83,7 +87,7 @@ def test_experts_are_chosen_as_by_pytorch(routing: RoutingConfig, is_replayed: b
 
 def test_of_equal_experts_the_first_are_chosen() -> None:
     logits = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float16)
-    _, chosen = experts.route(logits, 2, "softmax", None, None, 1.0, normalizes=False)
+    _, chosen = experts.route(logits, experts.Choice(2, "softmax", normalizes=False, multiplier=1.0), None, None)
     assert chosen.tolist() == [[1, 2], [0, 1]]
 
 

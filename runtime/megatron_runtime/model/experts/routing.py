@@ -57,7 +57,7 @@ class ExpertRouter(nn.Module, ABC):
     def forward(self, hidden: Tensor, replayed: Tensor | None = None) -> Routing:
         """Route [T, hidden]; ``replayed`` [T, per_token] has the experts to choose, and -1 where the router chooses."""
         projected = self.linear(hidden.to(self.dtype))
-        if self.routing.groups == 1 and has_gpu_row_kernels(projected):
+        if has_gpu_row_kernels(projected):
             return self._route_on_gpu(projected, replayed)
         logits = projected.float()
         scores = self.score(logits)
@@ -78,9 +78,16 @@ class ExpertRouter(nn.Module, ABC):
         from megatron_runtime.gpu import experts  # Triton is not needed on other devices.
 
         routing = self.routing
-        options = (self.selection_bias, replayed, routing.weight_multiplier)
-        found = experts.route(logits, self.per_token, routing.scores, *options, normalizes=routing.normalize_weights)
-        return Routing(*found)
+        choice = experts.Choice(
+            self.per_token,
+            routing.scores,
+            routing.normalize_weights,
+            routing.weight_multiplier,
+            routing.groups,
+            routing.groups_per_token,
+            routing.group_scores == "top_2_sum",
+        )
+        return Routing(*experts.route(logits, choice, self.selection_bias, replayed))
 
 
 class SoftmaxRouter(ExpertRouter):

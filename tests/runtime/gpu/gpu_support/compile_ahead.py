@@ -115,10 +115,11 @@ def expert_cases(capability: int) -> Iterator[Case]:
     pointers |= dict.fromkeys(("order", "starts"), "i32") | dict.fromkeys(("weights", "bias"), "fp32")
     every = {"COUNT": count, "COUNT_PAD": count}
     kernels = expert_kernels
-    for sigmoid in (True, False):
-        route = {"PER_TOKEN": per_token, "PER_TOKEN_PAD": per_token, "SIGMOID": sigmoid, "BIASED": sigmoid}
-        route |= every | {"REPLAYED": sigmoid, "NORMALIZES": True}
-        yield f"route_rows {'sigmoid' if sigmoid else 'softmax'}", kernels.route_rows, route, pointers, {"num_warps": 1}
+    for groups in (1, 8):
+        route = {"PER_TOKEN": per_token, "PER_TOKEN_PAD": per_token, "SIGMOID": groups > 1, "BIASED": groups > 1}
+        route |= {"GROUPS": groups, "GROUPS_PAD": groups, "MEMBERS": 256 // groups, "MEMBERS_PAD": 256 // groups}
+        route |= {"BEST_GROUPS": min(groups, 4), "SUMS_TWO": True, "REPLAYED": groups > 1, "NORMALIZES": True}
+        yield f"route_rows {groups}", kernels.route_rows, route, pointers, {"num_warps": 1}
     for block, warps in ((experts.SORT_BLOCK, 4), (experts.LONG_SORT_BLOCK, 8)):
         yield f"sort_visits {block}", kernels.sort_visits, {"BLOCK": block}, pointers, {"num_warps": warps}
     for tile_rows in experts.TILE_ROWS:
