@@ -125,8 +125,7 @@ def visits_of_tile(starts, tile, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, B
 @triton.jit
 def matrix_of(matrices, offsets, expert):
     """The matrix of an expert. Offsets are multiples of 16 bytes, so that a thread reads so many at once."""
-    ELEMENTS: tl.constexpr = 128 // matrices.dtype.element_ty.primitive_bitwidth
-    return matrices + tl.multiple_of(tl.load(offsets + expert), ELEMENTS)
+    return matrices + tl.multiple_of(tl.load(offsets + expert), 128 // matrices.dtype.element_ty.primitive_bitwidth)
 
 
 @triton.jit

@@ -52,6 +52,34 @@ def normalize_rows(
 
 
 @triton.jit
+def normalize_heads(
+    heads, query_weight, key_weight, eps,
+    QUERY_HEADS: tl.constexpr, NORMALIZED: tl.constexpr, ALL: tl.constexpr, WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr, KIND: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """RMS or RMS_PLUS_ONE, as in `normalize_rows`, of the first NORMALIZED of ALL heads of each token, in place.
+
+    ``heads`` is [T, ALL, WIDTH]; the first QUERY_HEADS have another weight than the others. Grid: [T, NORMALIZED /
+    BLOCK_H].
+    """
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    channel = tl.arange(0, WIDTH_PAD)
+    exists = (head < NORMALIZED)[:, None] & (channel < WIDTH)[None, :]
+    place = (tl.program_id(0).to(tl.int64) * ALL + head)[:, None] * WIDTH + channel[None, :]
+    given = tl.load(heads + place, mask=exists, other=0.0)
+    wide = given.to(tl.float32)
+    query_factor = tl.load(query_weight + channel, mask=channel < WIDTH, other=0.0).to(tl.float32)
+    key_factor = tl.load(key_weight + channel, mask=channel < WIDTH, other=0.0).to(tl.float32)
+    factor = tl.where((head < QUERY_HEADS)[:, None], query_factor[None, :], key_factor[None, :])
+    scaled = wide * (1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) / WIDTH + eps))[:, None]
+    if KIND == RMS:
+        scaled = scaled.to(given.dtype).to(tl.float32)
+    else:
+        factor += 1.0
+    tl.store(heads + place, (scaled * factor).to(given.dtype), mask=exists)
+
+
+@triton.jit
 def activated(wide, ACTIVATION: tl.constexpr):
     """The activation of float32 values: SILU, GELU, RELU_SQUARED, or the approximation of GELU by a hyperbolic tangent
     (Hendrycks and Gimpel).

@@ -76,6 +76,11 @@ def row_cases() -> Iterator[Case]:
     for kind, number in rows.NORMS.items():
         norm = {"SIZE": 4096, "SIZE_PAD": 4096, "KIND": number, "ADDS": True}
         yield f"normalize_rows {kind}", row_kernels.normalize_rows, norm, pointers, {"num_warps": rows.warps_for(4096)}
+    pointers = dict.fromkeys(("heads", "query_weight", "key_weight"), "bf16")
+    for kind in ("rms", "rms_plus_one"):
+        norm = {"QUERY_HEADS": 32, "NORMALIZED": 40, "ALL": 48, "WIDTH": 128, "WIDTH_PAD": 128}
+        norm |= {"KIND": rows.NORMS[kind], "BLOCK_H": rows.HEADS_TOGETHER}
+        yield f"normalize_heads {kind}", row_kernels.normalize_heads, norm, pointers, {"num_warps": 4}
     pointers = dict.fromkeys(("output", "gates_and_values"), "bf16")
     for activation, number in rows.ACTIVATIONS.items():
         gate = {"SIZE": 14336, "BLOCK": rows.GATE_BLOCK, "ACTIVATION": number}
