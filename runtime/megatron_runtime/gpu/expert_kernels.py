@@ -108,8 +108,17 @@ def sort_visits(order, starts, chosen, visits, first, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def visits_of_tile(starts, tile, COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The expert of a tile, and the range of its visits in the order; an empty range beyond the last tile."""
+def visits_of_tile(
+    chosen, starts, tile, first,
+    COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, SINGLE: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """The expert of a tile, and the range of its visits in the order; an empty range beyond the last tile.
+
+    SINGLE: there is one token, and a tile for each of its visits, which are in the order of ``chosen``.
+    """
+    if SINGLE:
+        only = (tl.load(chosen + tile) - first).to(tl.int32)
+        return only, tile, tl.where((only >= 0) & (only < COUNT), tile + 1, tile)
     expert = tl.arange(0, COUNT_PAD)
     exists = expert < COUNT
     begin = tl.load(starts + expert, mask=exists, other=0)
@@ -165,10 +174,10 @@ def combined(widened, like, alpha, limit, ACTIVATION: tl.constexpr, CLAMPED: tl.
     return rounded(activated(gate, ACTIVATION), like) * value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def widen_visits(
-    output, hidden, order, starts, matrices, offsets, biases, bias_offsets, alpha, limit,
-    COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, PER_TOKEN: tl.constexpr, SIZE: tl.constexpr,
+    output, hidden, chosen, order, starts, first, matrices, offsets, biases, bias_offsets, alpha, limit,
+    COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, SINGLE: tl.constexpr, PER_TOKEN: tl.constexpr, SIZE: tl.constexpr,
     CHANNELS: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, ACTIVATION: tl.constexpr,
     CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -177,12 +186,13 @@ def widen_visits(
     ``hidden`` is [T, SIZE]; ``output`` gets [visits, CHANNELS] in the order by expert. ``matrices`` and ``biases`` of
     an expert are [CHANNELS, SIZE] and [CHANNELS], at its offset; GATED: of twice as many channels, gates first.
     """
-    expert, first, stop = visits_of_tile(starts, tl.program_id(1), COUNT, COUNT_PAD, BLOCK_M)
-    if first >= stop:
+    expert, start, stop = visits_of_tile(chosen, starts, tl.program_id(1), first, COUNT, COUNT_PAD, SINGLE, BLOCK_M)
+    if start >= stop:
         return
-    place = first + tl.arange(0, BLOCK_M)
+    place = start + tl.arange(0, BLOCK_M)
     is_visit = place < stop
-    token = tl.load(order + place, mask=is_visit, other=0) // PER_TOKEN
+    visit = place if SINGLE else tl.load(order + place, mask=is_visit, other=0)
+    token = visit // PER_TOKEN
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     channel, is_channel = column, column < CHANNELS
     if GATED:
@@ -205,10 +215,10 @@ def widen_visits(
     tl.store(target, result.to(output.dtype.element_ty), mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def narrow_visits(
-    output, inputs, order, starts, matrices, offsets, biases, bias_offsets,
-    COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr,
+    output, inputs, chosen, order, starts, first, matrices, offsets, biases, bias_offsets,
+    COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, SINGLE: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr,
     BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The second product of experts. Grid: [CHANNELS / BLOCK_N, tiles].
@@ -216,12 +226,12 @@ def narrow_visits(
     ``inputs`` is [visits, SIZE] in the order by expert; ``output`` gets [visits, CHANNELS] in the order of the tokens.
     Those of experts elsewhere are not written. ``matrices`` is [CHANNELS, SIZE], that of an expert is at its offset.
     """
-    expert, first, stop = visits_of_tile(starts, tl.program_id(1), COUNT, COUNT_PAD, BLOCK_M)
-    if first >= stop:
+    expert, start, stop = visits_of_tile(chosen, starts, tl.program_id(1), first, COUNT, COUNT_PAD, SINGLE, BLOCK_M)
+    if start >= stop:
         return
-    place = first + tl.arange(0, BLOCK_M)
+    place = start + tl.arange(0, BLOCK_M)
     is_visit = place < stop
-    visit = tl.load(order + place, mask=is_visit, other=0)
+    visit = place if SINGLE else tl.load(order + place, mask=is_visit, other=0)
     channel = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_channel = channel < CHANNELS
     matrix = matrix_of(matrices, offsets, expert)

@@ -168,9 +168,9 @@ def process(
     *,
     weights_inputs: bool = False,
 ) -> Tensor:
-    """The weighted sum of the results of each token's chosen experts: [T, size] to [T, size], by four launches.
+    """The weighted sum of the results of each token's chosen experts: [T, size] to [T, size].
 
-    An expert that is elsewhere adds nothing.
+    Three launches for a single token, and four for several. An expert that is elsewhere adds nothing.
 
     Args:
         hidden: The tokens, contiguous.
@@ -182,11 +182,12 @@ def process(
     """
     weights, chosen = (each.contiguous() for each in routing)
     per_token, size = chosen.shape[1], hidden.shape[1]
-    order, starts = _sorted(chosen, first, len(networks), is_long=chosen.numel() > SORT_BLOCK)
+    visits = _sorted(chosen, first, len(networks))
     inputs, visits_per_row = hidden, per_token
     if weights_inputs:
         inputs, visits_per_row = (hidden[:, None] * weights.to(hidden.dtype)[..., None]).view(-1, size), 1
-    results = _products(inputs, order, starts, networks, visits_per_row, rows)
+    widened = _widened(inputs, visits_per_row, visits, networks, rows)
+    results = _narrowed(widened, size, visits, networks, rows)
     summed = torch.empty_like(hidden)
     launch(
         sum_visits,
@@ -204,60 +205,97 @@ def process(
 def use_kernels(
     hidden: Tensor, routing: tuple[Tensor, Tensor], networks: ExpertNetworks, first: int, *, weights_inputs: bool
 ) -> None:
-    """Launch `process` for all tiles and numbers of tokens."""
-    for rows in TILE_ROWS:
-        process(hidden, routing, networks, first, rows, weights_inputs=weights_inputs)
-    _sorted(routing[1].contiguous(), first, len(networks), is_long=True)
+    """Launch `process` on a single token, with its routing, for all tiles and numbers of tokens."""
+    weights, chosen = routing
+    for tokens, tile_rows in ((1, {TILE_ROWS[0], FIXED_TILE_ROWS}), (2, TILE_ROWS)):
+        for rows in tile_rows:
+            repeated = hidden.repeat(tokens, 1), (weights.repeat(tokens, 1), chosen.repeat(tokens, 1))
+            process(*repeated, networks, first, rows, weights_inputs=weights_inputs)
+    _sorted(chosen.repeat(SORT_BLOCK + 1, 1), first, len(networks))
 
 
-def _sorted(chosen: Tensor, first: int, count: int, *, is_long: bool) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class _Visits:
+    """Those of all tokens by expert, as in `sort_visits`."""
+
+    chosen: Tensor
+    order: Tensor
+    """Not computed for a single token, whose visits have different experts; and neither are the starts."""
+    starts: Tensor
+    first: int
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one token."""
+        return len(self.chosen) == 1
+
+    @property
+    def arguments(self) -> tuple[Tensor | int, ...]:
+        """Of both kernels of products."""
+        return self.chosen, self.order, self.starts, self.first
+
+
+def _sorted(chosen: Tensor, first: int, count: int) -> _Visits:
     visits = chosen.numel()
     order = torch.empty(visits, dtype=torch.int32, device=chosen.device)
     starts = torch.empty(count + 1, dtype=torch.int32, device=chosen.device)
-    block, warps = (LONG_SORT_BLOCK, 8) if is_long else (SORT_BLOCK, 4)
-    launch(sort_visits, (count,), (order, starts, chosen, visits, first), BLOCK=block, num_warps=warps)
-    return order, starts
+    found = _Visits(chosen, order, starts, first)
+    if not found.is_single:
+        block, warps = (SORT_BLOCK, 4) if visits <= SORT_BLOCK else (LONG_SORT_BLOCK, 8)
+        launch(sort_visits, (count,), (order, starts, chosen, visits, first), BLOCK=block, num_warps=warps)
+    return found
 
 
-def _products(
-    inputs: Tensor, order: Tensor, starts: Tensor, networks: ExpertNetworks, visits_per_row: int, rows: int
-) -> Tensor:
-    """The results of all visits to experts that are here, [visits, size]."""
-    visits, size, count = len(order), inputs.shape[1], len(networks)
+def _widened(inputs: Tensor, visits_per_row: int, visits: _Visits, networks: ExpertNetworks, rows: int) -> Tensor:
+    """[visits, channels], by expert."""
     sizes = product_sizes(capability(inputs), rows, inputs.element_size())
-    # The tiles of an expert are at most one more than its visits fill, and at most as many as its visits.
-    tiles = min(visits, visits // sizes.rows + count)
-    common = {"COUNT": count, "COUNT_PAD": power_of_two(count), "BLOCK_M": sizes.rows, "BLOCK_N": sizes.columns}
-    common |= {"BLOCK_K": sizes.inner, "num_warps": sizes.warps, "num_stages": sizes.stages}
-    widened = inputs.new_empty(visits, networks.channels)
+    output = inputs.new_empty(len(visits.order), networks.channels)
     columns = networks.channels * (2 if networks.is_gated else 1)
     alpha, limit = networks.clamped or (0.0, 0.0)
     matrices, biases = networks.gate_up, networks.gate_up_biases or networks.gate_up
     launch(
         widen_visits,
-        (-(-columns // sizes.columns), tiles),
+        (-(-columns // sizes.columns), _tiles(visits, len(networks), sizes)),
         (
-            *(widened, inputs, order, starts, matrices.first, matrices.offsets, biases.first, biases.offsets),
+            *(output, inputs, *visits.arguments, matrices.first, matrices.offsets, biases.first, biases.offsets),
             *(float(alpha), float(limit)),
         ),
         PER_TOKEN=visits_per_row,
-        SIZE=size,
+        SIZE=inputs.shape[1],
         CHANNELS=networks.channels,
         GATED=networks.is_gated,
         BIASED=networks.gate_up_biases is not None,
         ACTIVATION=ACTIVATIONS[networks.activation],
         CLAMPED=networks.clamped is not None,
-        **common,
+        **_constants(visits, len(networks), sizes),
     )
-    results = inputs.new_empty(visits, size)
+    return output
+
+
+def _narrowed(inputs: Tensor, size: int, visits: _Visits, networks: ExpertNetworks, rows: int) -> Tensor:
+    """[visits, size], by token."""
+    sizes = product_sizes(capability(inputs), rows, inputs.element_size())
+    output = inputs.new_empty(len(visits.order), size)
     matrices, biases = networks.down, networks.down_biases or networks.down
     launch(
         narrow_visits,
-        (-(-size // sizes.columns), tiles),
-        (results, widened, order, starts, matrices.first, matrices.offsets, biases.first, biases.offsets),
+        (-(-size // sizes.columns), _tiles(visits, len(networks), sizes)),
+        (output, inputs, *visits.arguments, matrices.first, matrices.offsets, biases.first, biases.offsets),
         SIZE=networks.channels,
         CHANNELS=size,
         BIASED=networks.down_biases is not None,
-        **common,
+        **_constants(visits, len(networks), sizes),
     )
-    return results
+    return output
+
+
+def _tiles(visits: _Visits, count: int, sizes: ProductSizes) -> int:
+    """The most tiles that may be needed: each expert has at most one that its visits do not fill."""
+    total = len(visits.order)
+    return total if visits.is_single else min(total, total // sizes.rows + count)
+
+
+def _constants(visits: _Visits, count: int, sizes: ProductSizes) -> dict[str, int | bool]:
+    tile = {"BLOCK_M": sizes.rows, "BLOCK_N": sizes.columns, "BLOCK_K": sizes.inner}
+    experts = {"COUNT": count, "COUNT_PAD": power_of_two(count), "SINGLE": visits.is_single}
+    return tile | experts | {"num_warps": sizes.warps, "num_stages": sizes.stages}

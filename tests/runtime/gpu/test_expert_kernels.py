@@ -53,9 +53,9 @@ def test_the_bits_of_a_token_do_not_depend_on_other_tokens(tile_rows: int, dtype
 def test_visits_are_sorted_by_expert_in_their_order(tokens: int) -> None:
     """Beyond SORT_BLOCK visits with other blocks; experts before and after those that are here have none."""
     chosen = torch.randint(0, 9, (tokens, 2), generator=torch.Generator().manual_seed(4))
-    order, starts = experts._sorted(chosen, 2, 5, is_long=chosen.numel() > experts.SORT_BLOCK)
+    visits = experts._sorted(chosen, 2, 5)
     sorted_visits = [(chosen.flatten() == expert).nonzero().flatten().tolist() for expert in range(2, 7)]
-    assert [order[starts[at] : starts[at + 1]].tolist() for at in range(5)] == sorted_visits
+    assert [visits.order[visits.starts[at] : visits.starts[at + 1]].tolist() for at in range(5)] == sorted_visits
 
 
 ROUTERS: dict[str, RoutingConfig] = {

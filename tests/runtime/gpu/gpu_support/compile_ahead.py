@@ -132,11 +132,12 @@ def expert_cases(capability: int) -> Iterator[Case]:
         tile = every | {"BLOCK_M": sizes.rows, "BLOCK_N": sizes.columns, "BLOCK_K": sizes.inner, "BIASED": True}
         options = {"num_warps": sizes.warps, "num_stages": sizes.stages}
         for is_gated in (True, False):
-            widen = {"PER_TOKEN": per_token, "SIZE": hidden, "CHANNELS": channels, "GATED": is_gated}
+            widen = {"PER_TOKEN": per_token, "SIZE": hidden, "CHANNELS": channels, "GATED": is_gated, "SINGLE": False}
             widen |= tile | {"ACTIVATION": rows.ACTIVATIONS["silu" if is_gated else "relu_squared"], "CLAMPED": False}
             yield f"widen_visits {tile_rows} {is_gated}", kernels.widen_visits, widen, pointers, options
-        narrow = tile | {"SIZE": channels, "CHANNELS": hidden}
-        yield f"narrow_visits {tile_rows}", kernels.narrow_visits, narrow, pointers, options
+        for is_single in (False, True):
+            narrow = tile | {"SIZE": channels, "CHANNELS": hidden, "SINGLE": is_single}
+            yield f"narrow_visits {tile_rows} {is_single}", kernels.narrow_visits, narrow, pointers, options
     total = {"COUNT": count, "PER_TOKEN": per_token, "SIZE": hidden, "BLOCK": experts.SUM_BLOCK, "WEIGHTED": True}
     yield "sum_visits", kernels.sum_visits, total, pointers, {"num_warps": 4}
 
