@@ -10,6 +10,7 @@ from megatron_runtime.engine.context import DynamicInferenceContext
 from megatron_runtime.engine.decode_graphs import capture_obstacle, make_decode_graphs
 from megatron_runtime.engine.text_generation_controller import TextGenerationController
 from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.experts import Experts
 from megatron_runtime.model.refit import Weights, offload_weights, restore_weights, update_weights
 from megatron_runtime.processes.allocator import return_freed_memory
 
@@ -63,6 +64,10 @@ class EngineMemory:
         if self._context.config.offload_weights:
             for model in self._models:
                 restore_weights(model, self._context.device)
+        for model in self._models:
+            for module in model.modules():
+                if isinstance(module, Experts):
+                    module.find_weights_again()  # The owner of a live model may have moved them.
         for cache in self._context.caches:
             cache.restore()
         self._capture()

@@ -173,14 +173,14 @@ def process(
     Three launches for a single token, and four for several. An expert that is elsewhere adds nothing.
 
     Args:
-        hidden: The tokens, contiguous.
+        hidden: The tokens.
         routing: Weights, float32, and chosen experts, int64, both [T, per_token].
         networks: The experts that are here.
         first: The number of the first of them.
         rows: One of TILE_ROWS.
         weights_inputs: Whether the weights multiply the inputs instead of the results.
     """
-    weights, chosen = (each.contiguous() for each in routing)
+    hidden, weights, chosen = (each.contiguous() for each in (hidden, *routing))
     per_token, size = chosen.shape[1], hidden.shape[1]
     visits = _sorted(chosen, first, len(networks))
     inputs, visits_per_row = hidden, per_token

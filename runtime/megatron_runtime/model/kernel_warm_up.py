@@ -78,7 +78,7 @@ def _use_row_kernels(modules: Iterable[nn.Module], cache: KVCache) -> None:
             use(type(module), len(module.weight), module)
         elif isinstance(module, FeedForward):
             use(FeedForward, len(module.gate_up.weight), module.combine)
-        elif isinstance(module, SelfAttention) and module.query_norm is not None:
+        elif isinstance(module, SelfAttention) and not module.norms_whole_projection:
             use(SelfAttention, sum(module.heads) * module.head_dim, partial(_normalize_heads, module))
         elif isinstance(module, Experts):
             use(Experts, module.hidden_size, module.use_kernels)

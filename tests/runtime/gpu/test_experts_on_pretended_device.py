@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_support.pretended import PretendedDevice, Work, pretended_device
+from gpu_support.pretended import PretendedDevice, PretendedTensor, Work, pretended_device
 from gpu_support.small_engine import generate, on_gpu, random_decoder, small_engine, suspend_and_resume
 
 from megatron_runtime.config import InferenceConfig
+from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.config import ClampedGate, ExpertsConfig, RoutingConfig
 from megatron_runtime.model.decoder import Decoder
@@ -91,6 +92,39 @@ def test_moved_weights_are_found_again(device: PretendedDevice) -> None:
         each.update_weights(weights)
     assert generate(engine, {}, lengths=LENGTHS) == generate(reference, {}, lengths=LENGTHS)
     assert device.work.replays > 0
+
+
+def moved(engine: DynamicInferenceEngine) -> None:
+    """Suspended; the owner of a live model moves the weights meanwhile."""
+    engine.suspend()
+    for weight in engine.controller.model.parameters():
+        assert isinstance(weight, PretendedTensor)
+        old, weight.content = weight.content, weight.content.clone()
+        old.fill_(float("nan"))
+    engine.resume()
+
+
+def test_weights_that_the_owner_of_a_live_model_moves_are_found_again(device: PretendedDevice) -> None:
+    model = one_layer()
+    expected = generate(small_engine(model), {}, lengths=LENGTHS)
+    engine = small_engine(on_gpu(model), num_cuda_graphs=-1, max_requests=3)
+    engine.controller.model.is_shared = True
+    captured = len(device.graphs)
+    assert generate(engine, {}, moved, LENGTHS) == expected
+    assert len(device.graphs) == 2 * captured
+
+
+def test_weights_of_a_live_model_that_permit_no_graphs_run_eagerly(device: PretendedDevice) -> None:
+    model = one_layer()
+    expected = generate(small_engine(model), {}, lengths=LENGTHS)
+    engine = small_engine(on_gpu(model), num_cuda_graphs=-1, max_requests=3)
+    engine.controller.model.is_shared = True
+    matrix = engine.controller.model.layers[0].feed_forward.networks[1].down.weight
+    matrix.data = matrix.data.t().contiguous().t()
+    suspend_and_resume(engine)
+    device.work = Work()
+    assert generate(engine, {}, lengths=LENGTHS) == expected
+    assert device.work.replays == 0
 
 
 def test_experts_of_a_slice_add_their_part(device: PretendedDevice) -> None:

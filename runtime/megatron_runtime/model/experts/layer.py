@@ -72,13 +72,18 @@ class Experts(nn.Module):
         networks = group_networks([network] * len(self.here))
         if isinstance(networks, str):
             return
+        logits = torch.zeros(1, self.count, dtype=self.router.dtype, device=hidden.device)
         replayed = torch.full((1, self.per_token), -1, dtype=torch.int64, device=hidden.device)
-        for each in (replayed, None):
-            routing = self.router(hidden, each)
+        self.router.choose_on_gpu(logits, replayed)
+        routing = self.router.choose_on_gpu(logits, None)
         experts.use_kernels(hidden, routing, networks, self.here.start, weights_inputs=self.weights_inputs)
 
+    def find_weights_again(self) -> None:
+        """To be called after the memory of the weights has moved other than by methods of a Module."""
+        self._grouped = None
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._grouped = None  # The weights move.
+        self.find_weights_again()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
     def _process_chosen(self, hidden: Tensor, tape: RoutingTape | None) -> Tensor:

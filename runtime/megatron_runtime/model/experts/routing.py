@@ -58,7 +58,7 @@ class ExpertRouter(nn.Module, ABC):
         """Route [T, hidden]; ``replayed`` [T, per_token] has the experts to choose, and -1 where the router chooses."""
         projected = self.linear(hidden.to(self.dtype))
         if has_gpu_row_kernels(projected):
-            return self._route_on_gpu(projected, replayed)
+            return self.choose_on_gpu(projected, replayed)
         logits = projected.float()
         scores = self.score(logits)
         ranking = self.rank(logits, scores)
@@ -74,7 +74,8 @@ class ExpertRouter(nn.Module, ABC):
             weights = weights * self.routing.weight_multiplier
         return Routing(weights, chosen)
 
-    def _route_on_gpu(self, logits: Tensor, replayed: Tensor | None) -> Routing:
+    def choose_on_gpu(self, logits: Tensor, replayed: Tensor | None) -> Routing:
+        """The same from logits [T, experts]; of experts that rank equally, the first are chosen."""
         from megatron_runtime.gpu import experts  # Triton is not needed on other devices.
 
         routing = self.routing
