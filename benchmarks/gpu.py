@@ -1,9 +1,9 @@
 """What only a GPU can show: whether the kernels and the engine compute the right thing on it, and how fast.
 
 Kernels in every type against float64 or the CPU, the bits of a request in several batches, the engine's tokens against
-those of the CPU, the memory that a suspended engine gives back, and the speed of passes of a Llama-3.1-8B and of a
-Qwen3-30B-A3B with random weights as a share of what this device can do. Prints one table; exits with 1 if a result is
-wrong. Needs no network.
+those of the CPU, and the memory that a suspended engine gives back. With random weights of a Llama-3.1-8B, the speed of
+passes as a share of what this device can do, the time of the engine's steps, and transformers beside it; and the speed
+of passes of a Qwen3-30B-A3B. Prints one table; exits with 1 if a result is wrong. Needs no network.
 
     python benchmarks/gpu.py                 # or: make gpu
     python benchmarks/gpu.py --dry-run       # or: make gpu-dry; toy sizes, on tensors that only say they are on a GPU
@@ -42,13 +42,15 @@ def main() -> int:
 
 def report(is_dry: bool) -> int:
     """Run all checks and measurements, and print them."""
-    from gpu_checks import correctness, mixtures, speed
+    from gpu_checks import correctness, engine_speed, mixtures, speed, transformers_speed
     from gpu_checks.results import REAL, TOY, device_name, print_results, run
 
     sizes = TOY if is_dry else REAL
     print(f"device: {'none; this is a dry run, whose times say nothing' if is_dry else device_name()}\n")
-    parts = (correctness.checks, mixtures.checks, speed.checks, mixtures.measurements)
+    parts, rates = (correctness.checks, mixtures.checks, speed.checks), dict[int, float]()
     results = [result for part in parts for result in run(part(sizes))]
+    results += [*run(engine_speed.checks(sizes, rates)), *run(transformers_speed.checks(sizes, rates))]
+    results += run(mixtures.measurements(sizes))
     print_results(results)
     wrong = [result.name for result in results if result.is_wrong]
     if wrong:

@@ -86,7 +86,7 @@ async def test_a_leader_is_ready_with_a_frontend_and_a_replica_group(
     assert (await client.get("/readyz")).status_code == 503
     state.update(**registered(0, state="SUSPENDED"))
     assert (await client.get("/readyz")).status_code == 200
-    state.update(draining=True)
+    state.update(is_ending=True)
     assert (await client.get("/readyz")).status_code == 503
 
 
@@ -253,7 +253,7 @@ async def test_the_role_changes_by_decisions_and_outdated_ones_are_refused(state
         for wrong in ({}, {"epoch": 0}, {"epoch": 8, "lifecycle": "Asleep"}):
             assert (await client.post("/v1/lead", json=wrong)).status_code == 400
         assert (await client.post("/v1/lead", json={"epoch": 9}, headers={"Authorization": ""})).status_code == 401
-        state.update(draining=True)
+        state.update(is_ending=True)
         assert (await client.post("/v1/lead", json={"epoch": 9})).json()["error"]["code"] == "Draining"
     assert roles.taken == [("lead", 6, "Paused"), ("step-down", 7, None)]
 

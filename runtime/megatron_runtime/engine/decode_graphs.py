@@ -221,8 +221,9 @@ class DecodeGraphs:
     def _sample(self, size: int) -> None:
         """From the logits to the tokens: what is captured."""
         from megatron_runtime.gpu import sampling
+        from megatron_runtime.gpu.truncation import Truncations
 
         there = {name: values[:size] for name, values in self._arrays.there.items()}
-        truncations = sampling.Truncations(**{name: there[name] for name in TRUNCATION_FIELDS.values()})
+        truncations = Truncations(**{name: there[name] for name in TRUNCATION_FIELDS.values()})
         rows = sampling.SampledRows(there["temperature"], there["low"], there["high"], truncations)
         self._tokens[:size].copy_(sampling.sample(self._logits[:size], rows))

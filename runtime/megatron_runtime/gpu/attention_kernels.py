@@ -17,25 +17,35 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def limited(scores, scale, soft_cap, CAPPED: tl.constexpr):
-    """Scores for a softmax to the base of 2."""
+def limited(products, scale, soft_cap, CAPPED: tl.constexpr):
+    """Scores, which times `score_factor` are those of a softmax to the base of 2."""
     if CAPPED:
         # tanh, without an overflow: the exponential of a large number is infinite, and the quotient is 0.
-        turned = 2.0 * scores * scale / soft_cap
+        turned = 2.0 * products * scale / soft_cap
         return soft_cap * (1.0 - 2.0 / (tl.exp(turned) + 1.0)) * LOG2_E
-    return scores * (scale * LOG2_E)
+    return products
 
 
 @triton.jit
-def softmax_step(top, total, summed, scores, values):
+def score_factor(scale, CAPPED: tl.constexpr):
+    """See `limited`. Applied after the mask, together with the subtraction of the largest score, so that the blocks of
+    keys that need no mask have the same bits as those that do."""
+    if CAPPED:
+        return 1.0
+    return scale * LOG2_E
+
+
+@triton.jit
+def softmax_step(state, scores, factor, values):
     """Add a block of keys to the largest score, the sum of weights, and the weighted sum of values of each query."""
-    highest = tl.maximum(top, tl.max(scores, 1))
+    top, total, summed = state
+    highest = tl.maximum(top, tl.max(scores, 1) * factor)
     # Without a visible key so far, minus infinity minus minus infinity would be no number.
     base = tl.where(highest == float("-inf"), 0.0, highest)
-    weights = tl.exp2(scores - base[:, None])
+    weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
     kept = tl.exp2(top - base)
     total = total * kept + tl.sum(weights, 1)
-    summed = summed * kept[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    summed = tl.dot(weights.to(values.dtype), values, summed * kept[:, None], input_precision="ieee")
     return highest, total, summed
 
 
@@ -70,6 +80,55 @@ def block_addresses(table, key, inside, channel, head_offset, block_stride, PAGE
 
 
 @triton.jit
+def attend_block(
+    state, mine, position, keys, values, table, block, end, kv_head, scale, window, soft_cap, block_stride,
+    head_stride, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """The state of `softmax_step` after the keys from ``block`` on, for queries ``mine`` at ``position``.
+
+    Without MASKED, the queries see all BLOCK_N of them.
+    """
+    channel = tl.arange(0, WIDTH_PAD)
+    key = block + tl.arange(0, BLOCK_N)
+    inside = key < end
+    at, present = block_addresses(table, key, inside, channel, kv_head * head_stride, block_stride, PAGE, WIDTH)
+    if MASKED or WIDTH != WIDTH_PAD:
+        block_keys = tl.load(keys + at, mask=present, other=0.0)
+        block_values = tl.load(values + at, mask=present, other=0.0)
+    else:
+        block_keys = tl.load(keys + at)
+        block_values = tl.load(values + at)
+    scores = limited(tl.dot(mine, tl.trans(block_keys), input_precision="ieee"), scale, soft_cap, CAPPED)
+    if MASKED:
+        seen = inside[None, :] & (key[None, :] <= position[:, None])
+        if WINDOWED:
+            seen = seen & (key[None, :] >= first_key(position, window, CHUNKED)[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+    return softmax_step(state, scores, score_factor(scale, CAPPED), block_values)
+
+
+@triton.jit
+def attend_range(
+    state, mine, position, keys, values, table, begin, masked, end, kv_head, scale, window, soft_cap, block_stride,
+    head_stride, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """The state of `softmax_step` after the keys from ``begin`` to ``end``, all of which before ``masked`` are seen."""
+    for block in range(begin, masked, BLOCK_N):
+        state = attend_block(
+            state, mine, position, keys, values, table, block, end, kv_head, scale, window, soft_cap, block_stride,
+            head_stride, WIDTH, WIDTH_PAD, PAGE, BLOCK_N, False, WINDOWED, CHUNKED, CAPPED,
+        )  # fmt: skip
+    for block in range(masked, end, BLOCK_N):
+        state = attend_block(
+            state, mine, position, keys, values, table, block, end, kv_head, scale, window, soft_cap, block_stride,
+            head_stride, WIDTH, WIDTH_PAD, PAGE, BLOCK_N, True, WINDOWED, CHUNKED, CAPPED,
+        )  # fmt: skip
+    return state
+
+
+@triton.jit
 def request_of_tile(query_starts, tile, num_requests, BLOCK_Q: tl.constexpr):
     """The request of a tile. The tiles of request r begin at ``query_starts[r] // BLOCK_Q + r``, which leaves room for
     all of them without a table."""
@@ -95,7 +154,8 @@ def attend_tiles(
 
     ``queries`` and ``output`` are [T, HEADS, WIDTH]. Grid: [T // BLOCK_Q + requests, key heads].
     """
-    tile = tl.program_id(0)
+    # The last tiles of a prompt have the most keys, so they start first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     request = request_of_tile(query_starts, tile, num_requests, BLOCK_Q)
     start = tl.load(query_starts + request)
@@ -113,24 +173,19 @@ def attend_tiles(
     mine = tl.load(queries + address, mask=exists, other=0.0)
     position = context - count + row
     head, is_head = kv_head * GROUP + member, member < GROUP
-    top, total, summed = no_keys(sinks, head, is_head, BLOCK_Q * GROUP_PAD, WIDTH_PAD, HAS_SINKS)
+    state = no_keys(sinks, head, is_head, BLOCK_Q * GROUP_PAD, WIDTH_PAD, HAS_SINKS)
     end = tl.minimum(context, context - count + first + BLOCK_Q)
     begin = 0
+    # The blocks before this position are seen by all queries of the tile.
+    masked = (context - count + first + 1) // BLOCK_N * BLOCK_N
     if WINDOWED:
         begin = first_key(context - count + first, window, CHUNKED) // BLOCK_N * BLOCK_N
+        masked = begin
     table = block_tables + request.to(tl.int64) * table_stride
-    for block in range(begin, end, BLOCK_N):
-        key = block + tl.arange(0, BLOCK_N)
-        inside = key < end
-        at, present = block_addresses(table, key, inside, channel, kv_head * head_stride, block_stride, PAGE, WIDTH)
-        block_keys = tl.load(keys + at, mask=present, other=0.0)
-        scores = limited(tl.dot(mine, tl.trans(block_keys), input_precision="ieee"), scale, soft_cap, CAPPED)
-        seen = inside[None, :] & (key[None, :] <= position[:, None])
-        if WINDOWED:
-            seen = seen & (key[None, :] >= first_key(position, window, CHUNKED)[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        block_values = tl.load(values + at, mask=present, other=0.0)
-        top, total, summed = softmax_step(top, total, summed, scores, block_values)
+    _, total, summed = attend_range(
+        state, mine, position, keys, values, table, begin, masked, end, kv_head, scale, window, soft_cap,
+        block_stride, head_stride, WIDTH, WIDTH_PAD, PAGE, BLOCK_N, WINDOWED, CHUNKED, CAPPED,
+    )  # fmt: skip
     # Rows beyond the request's see no key; they are not stored.
     mean = summed / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(output + address, mean.to(output.dtype.element_ty), mask=exists)
@@ -172,20 +227,14 @@ def attend_splits(
     head = kv_head * GROUP + member
     address = (start.to(tl.int64) * HEADS + head)[:, None] * WIDTH + channel[None, :]
     mine = tl.load(queries + address, mask=exists, other=0.0)
-    top, total, summed = no_keys(sinks, head, member < GROUP, GROUP_PAD, WIDTH_PAD, HAS_SINKS and IS_WHOLE)
+    state = no_keys(sinks, head, member < GROUP, GROUP_PAD, WIDTH_PAD, HAS_SINKS and IS_WHOLE)
+    position = tl.full([GROUP_PAD], context - 1, tl.int32)
+    masked = begin if WINDOWED else begin + (end - begin) // BLOCK_N * BLOCK_N
     table = block_tables + request.to(tl.int64) * table_stride
-    for block in range(begin, end, BLOCK_N):
-        key = block + tl.arange(0, BLOCK_N)
-        inside = key < end
-        at, present = block_addresses(table, key, inside, channel, kv_head * head_stride, block_stride, PAGE, WIDTH)
-        block_keys = tl.load(keys + at, mask=present, other=0.0)
-        scores = limited(tl.dot(mine, tl.trans(block_keys), input_precision="ieee"), scale, soft_cap, CAPPED)
-        seen = inside
-        if WINDOWED:
-            seen = seen & (key >= first_key(context - 1, window, CHUNKED))
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        block_values = tl.load(values + at, mask=present, other=0.0)
-        top, total, summed = softmax_step(top, total, summed, scores, block_values)
+    top, total, summed = attend_range(
+        state, mine, position, keys, values, table, begin, masked, end, kv_head, scale, window, soft_cap,
+        block_stride, head_stride, WIDTH, WIDTH_PAD, PAGE, BLOCK_N, WINDOWED, CHUNKED, CAPPED,
+    )  # fmt: skip
     mean = summed / total[:, None]
     if IS_WHOLE:
         tl.store(output + address, mean.to(output.dtype.element_ty), mask=exists)

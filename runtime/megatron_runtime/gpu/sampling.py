@@ -15,15 +15,12 @@ from megatron_runtime.gpu.sampling_kernels import (
     finish_scan,
     race_tokens,
     scan_rows,
-    truncate_rows,
 )
+from megatron_runtime.gpu.truncation import Truncations, least_kept
 
 PART = 4096
 """Tokens of a program that sees a part of the vocabulary."""
 WARPS = 8
-TRUNCATION_BLOCK = 1024
-"""Tokens that a program sees at once if it sees the whole vocabulary. Fixed: it determines the order of sums."""
-TRUNCATION_WARPS = 16
 EDIT_BLOCK = 256
 NOISE_BLOCK = 32
 """Tokens with a common minimum of the noise, as in `engine.sampling.exponential_noise`."""
@@ -31,20 +28,6 @@ NOISE_STREAM = 0x5BD1E995
 """As there: distinguishes the hash of the place in a block."""
 OPERATIONS = {"add": 0, "penalize": 1, "subtract": 2}
 """The numbers of the operations of `edit_logits`."""
-
-
-@dataclass(frozen=True)
-class Truncations:
-    """Parameters of S rows; 0 excludes nothing."""
-
-    top_n_sigma: Tensor
-    """float32 [S]."""
-    top_k: Tensor
-    """int32 [S]."""
-    top_p: Tensor
-    """float32 [S]; 1 excludes nothing."""
-    min_p: Tensor
-    """float32 [S]."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +79,7 @@ def exclude(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
 def sample(logits: Tensor, rows: SampledRows) -> Tensor:
     """One token per row: int64 [S]; -1 where the row has a NaN or no finite maximum.
 
-    Four launches, and one more for truncations. The tokens of rows that are all greedy are those of `row_max`.
+    Four launches, and four more for truncations. The tokens of rows that are all greedy are those of `row_max`.
 
     Args:
         logits: float32 [S, vocab], rows contiguous.
@@ -125,23 +108,6 @@ def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
     tokens = torch.empty(count, dtype=torch.int64, device=device)
     launch(finish_scan, (count,), (top, tokens, best, places, parts), PARTS=_padded(parts), num_warps=1)
     return top, tokens
-
-
-def least_kept(logits: Tensor, top: Tensor, temperature: Tensor, truncations: Truncations) -> Tensor:
-    """The lowest scaled logit that each row keeps: float32 [S], minus infinity for all. One launch.
-
-    A scaled logit is (logit - top) / temperature. ``top`` is from `row_max`; rows at temperature 0 keep all.
-    """
-    least = torch.empty_like(top)
-    parameters = (truncations.top_n_sigma, truncations.top_k, truncations.top_p, truncations.min_p)
-    launch(
-        truncate_rows,
-        (len(logits),),
-        (least, logits, top, temperature, *parameters, logits.shape[1], logits.stride(0)),
-        BLOCK=TRUNCATION_BLOCK,
-        num_warps=TRUNCATION_WARPS,
-    )
-    return least
 
 
 def _gumbel_max(tokens: Tensor, logits: Tensor, top: Tensor, least: Tensor, rows: SampledRows) -> None:

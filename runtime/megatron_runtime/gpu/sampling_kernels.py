@@ -1,4 +1,4 @@
-"""From logits to tokens: edits, exclusions, the checks for finite values, truncations and Gumbel-max sampling.
+"""From logits to tokens: edits, exclusions, the checks for finite values, and Gumbel-max sampling.
 
 The results of a row depend on that row alone, and each sum has a fixed order. Sizes that differ between batches are
 excluded from Triton's specialization, so that nothing is compiled again.
@@ -12,10 +12,6 @@ import triton.language as tl
 ADD = tl.constexpr(0)
 PENALIZE = tl.constexpr(1)
 SUBTRACT = tl.constexpr(2)
-ALL_KEYS = tl.constexpr(0x7F800000)
-"""The key of minus infinity, which is the largest."""
-WAYS = tl.constexpr(16)
-"""Thresholds that each round of a search compares."""
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -90,93 +86,6 @@ def scaled_block(row_logits, start, vocabulary, top, temperature, BLOCK: tl.cons
     token = start + tl.arange(0, BLOCK)
     given = tl.load(row_logits + token, mask=token < vocabulary, other=float("-inf"))
     return tl.div_rn(given - top, temperature)
-
-
-@triton.jit
-def value_at_sum(
-    row_logits, vocabulary, top, temperature, least, target, IS_COUNT: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """The largest scaled logit for which the tokens that are at least as likely have a sum of ``target``.
-
-    What is summed are these tokens if IS_COUNT, otherwise the exponentials of those that are not below ``least``. The
-    bits of a number that is not positive, without its sign, grow as it falls: a search by WAYS thresholds a round.
-    """
-    low = -1
-    high = ALL_KEYS
-    way = tl.arange(0, WAYS)
-    while high - low > 1:
-        step = (high - low + WAYS - 1) // WAYS
-        threshold = low + step * (way + 1)
-        sums = tl.zeros([WAYS, BLOCK], tl.float32)
-        for start in range(0, vocabulary, BLOCK):
-            scaled = scaled_block(row_logits, start, vocabulary, top, temperature, BLOCK)
-            key = tl.abs(scaled).to(tl.int32, bitcast=True)
-            if IS_COUNT:
-                weight = tl.where(start + tl.arange(0, BLOCK) < vocabulary, 1.0, 0.0)
-            else:
-                weight = tl.where(scaled >= least, tl.exp(scaled), 0.0)
-            sums += tl.where(key[None, :] <= threshold[:, None], weight[None, :], 0.0)
-        below = tl.sum((tl.sum(sums, 1) < target).to(tl.int32), 0)
-        low += step * below
-        high = tl.minimum(high, low + step)
-    return -high.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def deviation(row_logits, vocabulary, top, BLOCK: tl.constexpr):
-    """The standard deviation of the logits that are not minus infinity."""
-    count = tl.zeros([BLOCK], tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocabulary, BLOCK):
-        given = scaled_block(row_logits, start, vocabulary, top, 1.0, BLOCK)
-        count += tl.where(given > float("-inf"), 1.0, 0.0)
-        total += tl.where(given > float("-inf"), given, 0.0)
-    number = tl.sum(count, 0)
-    mean = tl.sum(total, 0) / number
-    squares = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocabulary, BLOCK):
-        given = scaled_block(row_logits, start, vocabulary, top, 1.0, BLOCK)
-        difference = tl.where(given > float("-inf"), given - mean, 0.0)
-        squares += difference * difference
-    return tl.sqrt_rn(tl.sum(squares, 0) / number)
-
-
-@triton.jit(do_not_specialize=["logits_stride"])
-def truncate_rows(
-    leasts, logits, tops, temperatures, sigmas, top_ks, top_ps, min_ps, vocabulary, logits_stride, BLOCK: tl.constexpr
-):  # fmt: skip
-    """The lowest scaled logit that each row keeps, after top-n-sigma, top-k, top-p and min-p in this order.
-
-    Parameters that are 0, and a top-p of 1, exclude nothing. Grid: [S].
-    """
-    row = tl.program_id(0)
-    top = tl.load(tops + row)
-    temperature = tl.load(temperatures + row)
-    least = float("-inf")
-    if (temperature > 0.0) & (top == top):
-        row_logits = logits + row.to(tl.int64) * logits_stride
-        sigma = tl.load(sigmas + row)
-        if sigma > 0.0:
-            spread = tl.div_rn(deviation(row_logits, vocabulary, top, BLOCK), temperature)
-            least = tl.maximum(least, -sigma * spread)
-        top_k = tl.load(top_ks + row)
-        if top_k > 0:
-            target = tl.minimum(top_k, vocabulary).to(tl.float32)
-            found = value_at_sum(row_logits, vocabulary, top, temperature, least, target, True, BLOCK)
-            least = tl.maximum(least, found)
-        top_p = tl.load(top_ps + row)
-        if (top_p > 0.0) & (top_p < 1.0):
-            mass = tl.zeros([BLOCK], tl.float32)
-            for start in range(0, vocabulary, BLOCK):
-                scaled = scaled_block(row_logits, start, vocabulary, top, temperature, BLOCK)
-                mass += tl.where(scaled >= least, tl.exp(scaled), 0.0)
-            target = top_p * tl.sum(mass, 0)
-            found = value_at_sum(row_logits, vocabulary, top, temperature, least, target, False, BLOCK)
-            least = tl.maximum(least, found)
-        min_p = tl.load(min_ps + row)
-        if min_p > 0.0:
-            least = tl.maximum(least, tl.log(min_p))
-    tl.store(leasts + row, least)
 
 
 @triton.jit

@@ -189,7 +189,7 @@ def _install_roles(app: FastAPI, state: PodState, roles: LeaderRole | None) -> N
 
     @app.post("/v1/lead")
     async def lead(body: LeadBody) -> JSONResponse:
-        if state.facts.draining:
+        if state.facts.is_ending:
             raise _Refused(409, "Draining", "this pod is draining; choose another leader")
         await _decide(changeable().lead(body.epoch, body.lifecycle))
         return JSONResponse({"role": "leader", "epoch": body.epoch})

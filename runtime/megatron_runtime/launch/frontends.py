@@ -91,7 +91,10 @@ class PodFrontends:
         self._group.start()
 
     async def drain(self, timeout: float) -> None:
-        """Refuses new requests, waits up to ``timeout`` seconds for those in flight, and closes the port."""
+        """Refuses new requests, waits up to ``timeout`` seconds for those in flight, and closes the port.
+
+        The state of the pod is ``draining`` once every frontend has begun.
+        """
         if self._group is not None:
             await self._group.drain(timeout)
 
@@ -105,6 +108,8 @@ class PodFrontends:
     def _note(self) -> None:
         assert self._group is not None
         self._state.update(frontends_listening=self._group.listening)
+        if self._group.is_draining:
+            self._state.update(draining=True)
         if (failure := self._group.failure) is not None:
             self._on_failure(failure)
         self._on_change()

@@ -189,7 +189,7 @@ class Launcher:
         """Set the outcome, if there is none: later ones are consequences of the first."""
         if not self._ending.done():
             self._ending.set_result(outcome)
-            self._state.update(draining=True, error=outcome.body() if outcome.message else None)
+            self._state.update(is_ending=True, error=outcome.body() if outcome.message else None)
 
     def _note_restarts(self) -> None:
         supervised = (self._leadership, self._frontends, self._ranks)
@@ -215,6 +215,7 @@ class Launcher:
         deadline = time.monotonic() + self._options.drain_timeout
         if self._frontends is not None:
             await self._frontends.drain(self._options.drain_timeout)
+        self._state.update(draining=True)  # also of a pod without frontends
         if self._ranks is not None:
             await self._ranks.drain(max(deadline - time.monotonic(), MIN_GRACE))
         await self._leadership.stop()

@@ -104,7 +104,10 @@ class PodFacts:
     frontends_listening: int = 0
     dropped_messages: int = field(default=0, compare=False)
     """Dropped messages of the coordinator since its start."""
+    is_ending: bool = False
+    """Whether the end of the pod has begun: it is not ready, and can't become the leader."""
     draining: bool = False
+    """Whether every frontend of the ending pod has begun its drain: a standalone pod refuses all new requests."""
     restarts: int = 0
     error: Mapping[str, Any] | None = None
 
@@ -114,7 +117,7 @@ class PodFacts:
         frontends when one of them listens. Paused and suspended engines count as ready, since requests queue. A new
         leader stays as ready as it was until replica groups have registered.
         """
-        if self.draining or (self.has_frontends and not self.frontends_listening):
+        if self.is_ending or (self.has_frontends and not self.frontends_listening):
             return False
         if self.is_leader and (self.engine_state is not None or not self.is_settling):
             return bool(self.replica_groups) and self.engine_state is not None

@@ -180,8 +180,8 @@ class Decoder(nn.Module):
     def destinations(self) -> dict[str, Tensor]:
         """The destination of each tensor of a checkpoint: Hugging Face's name to a view into this decoder's weights.
 
-        Of a replica group of several ranks, each has its part of the tensors, or none. After `prepare` the matrices are
-        copies, to be read only.
+        Of a replica group of several ranks, each has its part of the tensors, or none. Rows that a checkpoint orders by
+        key heads are in another order. After `prepare` the matrices are copies, to be read only.
         """
         return {name: place.view for name, place in self.placements().items()}
 

@@ -1,4 +1,4 @@
-"""The module of gated delta layers (Yang et al., Gated Delta Networks), as Qwen3-Next has them."""
+"""The module of gated delta layers (Yang et al., Gated Delta Networks), as Qwen3-Next and Qwen3.5 have them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         self.sizes = sizes
         self.inputs = Linear(config.hidden_size, 2 * sizes.keys + 2 * sizes.values, bias=False, dtype=dtype)
-        """For each key head: its query and key, then the values and the gates of its value heads."""
+        """The queries of all heads, then the keys, the values and the gates."""
         self.gates = Linear(config.hidden_size, 2 * sizes.value_heads, bias=False, dtype=dtype)
-        """For each key head: the strengths, then the steps of its value heads."""
+        """The strengths of all value heads, then the steps."""
         self.convolution = float32_weights(sizes.taps, sizes.channels)
         self.log_rates = float32_weights(sizes.value_heads)
         self.step_biases = float32_weights(sizes.value_heads)
@@ -38,20 +38,16 @@ class GatedDeltaNet(nn.Module):
         del positions  # The order of the tokens is in the states.
         sizes, count = self.sizes, len(hidden)
         inputs_of_convolution, matrices = cache
-        together = sizes.value_heads // sizes.key_heads
-        projected = self.inputs(hidden).float().view(count, sizes.key_heads, -1)
-        widths = [sizes.key_dim] * 2 + [together * sizes.value_dim] * 2
-        queries, keys, values, gates = torch.split(projected, widths, dim=-1)
-        strengths, steps = self.gates(hidden).float().view(count, sizes.key_heads, 2, together).unbind(2)
-        mixed = torch.cat([each.flatten(1) for each in (queries, keys, values)], dim=1)
-        mixed = plan.convolve(mixed, self.convolution, None, inputs_of_convolution)
+        mixed, gates = torch.split(self.inputs(hidden).float(), [sizes.channels, sizes.values], dim=1)
+        strengths, steps = self.gates(hidden).float().chunk(2, dim=1)
+        mixed = plan.convolve(mixed.contiguous(), self.convolution, None, inputs_of_convolution)
         queries, keys, values = torch.split(mixed, [sizes.keys, sizes.keys, sizes.values], dim=1)
         inputs = DeltaInputs(
-            queries=queries.reshape(count, sizes.key_heads, sizes.key_dim),
-            keys=keys.reshape(count, sizes.key_heads, sizes.key_dim),
-            values=values.reshape(count, sizes.value_heads, sizes.value_dim),
-            steps=steps.reshape(count, sizes.value_heads),
-            strengths=strengths.reshape(count, sizes.value_heads),
+            queries=queries.view(count, sizes.key_heads, sizes.key_dim),
+            keys=keys.view(count, sizes.key_heads, sizes.key_dim),
+            values=values.view(count, sizes.value_heads, sizes.value_dim),
+            steps=steps,
+            strengths=strengths,
             rates=self.log_rates.exp(),
             biases=self.step_biases,
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -186,13 +187,19 @@ def _recurrence(layer: GatedDeltaNet | Mamba2, names: TensorNames, shard: Shard)
         yield names.skips, Placement(layer.skips, (value_heads,))
         yield f"{names.recurrent_norm}.weight", Placement(layer.norm, (values.chunk,))
         steps = _heads(value_heads, sizes.value_heads, 1)
-        yield from _rows(layer.inputs, [names.recurrent_inputs], [values, *mixed, steps], names)
+        yield from _rows(layer.inputs, names.recurrent_inputs, [values, *mixed, steps], names)
     else:
         yield f"{names.recurrent_norm}.weight", whole(layer.norm)
-        # All rows of a key head and its value heads are one behind the other.
-        for linear, name in ((layer.inputs, names.recurrent_inputs), (layer.gates, names.recurrent_gates)):
-            rows = _heads(key_heads, sizes.key_heads, len(linear.weight) // len(key_heads))
-            yield from _rows(linear, [name], [rows], names)
+        strengths = steps = _heads(value_heads, sizes.value_heads, 1)
+        for linear, stored, groups in (
+            (layer.inputs, names.recurrent_inputs, [mixed, [values]]),
+            (layer.gates, names.recurrent_gates, [[strengths], [steps]]),
+        ):
+            if len(stored) == len(groups):
+                chunks = [_one_behind_the_other(parts) for parts in groups]
+            else:
+                chunks = [_by_key_head(itertools.chain.from_iterable(groups), key_heads, sizes.key_heads)]
+            yield from _chunks_of_rows(linear, stored, chunks, names)
     yield from _columns(layer.output, names.recurrent_output, values, names)
 
 
@@ -240,6 +247,13 @@ def _rows(linear: Linear, stored: Sequence[str], parts: Sequence[_Part], names: 
         chunks: list[tuple[range, ...]] = [(part.chunk,) for part in parts]
     else:
         chunks = [_one_behind_the_other(parts)]
+    yield from _chunks_of_rows(linear, stored, chunks, names)
+
+
+def _chunks_of_rows(
+    linear: Linear, stored: Sequence[str], chunks: Sequence[tuple[range, ...]], names: TensorNames
+) -> Placements:
+    """The same, from these chunks of each tensor."""
     sizes = [sum(map(len, each)) for each in chunks]
     for name, weight, each in zip(stored, torch.split(linear.weight, sizes), chunks, strict=True):
         yield f"{name}.weight", _matrix(weight, each, 0, names, linear)
@@ -252,6 +266,19 @@ def _one_behind_the_other(parts: Sequence[_Part]) -> tuple[range, ...]:
     """The chunks of a tensor that has the rows of each of ``parts``."""
     before = [sum(part.total for part in parts[:index]) for index in range(len(parts))]
     return tuple(part.shift(by) for part, by in zip(parts, before, strict=True))
+
+
+def _by_key_head(parts: Iterable[_Part], here: range, total: int) -> tuple[range, ...]:
+    """The chunks of a tensor that has the rows of each of ``parts`` for one key head after another; for those ``here``,
+    one part after another.
+    """
+    sizes = [part.total // total for part in parts]
+    before = [0, *itertools.accumulate(sizes)]
+    return tuple(
+        range(head * before[-1] + start, head * before[-1] + end)
+        for start, end in itertools.pairwise(before)
+        for head in here
+    )
 
 
 def _columns(linear: Linear, stored: str, part: _Part, names: TensorNames) -> Placements:

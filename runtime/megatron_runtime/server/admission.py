@@ -117,15 +117,18 @@ class AdmissionController:
         if not self._in_flight:
             self._idle.set()
 
-    async def drain(self, *, refuse: bool = True) -> None:
-        """Rejects new requests from now on, and returns when those in flight have ended.
-
-        With ``refuse=False`` new requests are still admitted, for a server that accepts no new connections but still
-        reads requests from open ones. Requests of a paused engine would outlast the drain, so they are aborted now and
-        the client can retry them elsewhere.
-        """
-        self._draining = refuse
+    def refuse(self) -> None:
+        """Rejects new requests from now on."""
+        self._draining = True
         self._changed.notify()
+
+    async def drain(self) -> None:
+        """Returns when the requests in flight have ended. Those of a paused engine would outlast the drain, so they are
+        aborted now and the client can retry them elsewhere.
+
+        Without ``refuse`` new requests are still admitted, for a server that accepts no new connections but still reads
+        requests from open ones.
+        """
         pause_watch = asyncio.create_task(self._abort_when_paused())
         await self._idle.wait()
         pause_watch.cancel()

@@ -69,7 +69,7 @@ async def _serve(link: ParentLink) -> int:
     token_digest = os.environ.get(TOKEN_DIGEST_VARIABLE)
     app = create_app(FrontendContext(options, client, tokenizer, admission, api_keys, token_digest))
     server = HttpServer(app, certificate=certificate)
-    drain = _Drain(server, admission, hands_over=options.hands_over)
+    drain = _Drain(server, admission, link, hands_over=options.hands_over)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, drain.advance)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     background = [asyncio.create_task(link.keep_beating())]
@@ -95,11 +95,16 @@ class _Drain:
 
     With ``hands_over`` the server rejects nothing: after ``ENDPOINT_SECONDS`` it closes its port, and tells clients to
     close their connections. They then connect to another endpoint.
+
+    The parent gets the report of the phase ``Draining`` when the drain has begun: requests are rejected by then.
     """
 
-    def __init__(self, server: HttpServer, admission: AdmissionController, *, hands_over: bool) -> None:
+    def __init__(
+        self, server: HttpServer, admission: AdmissionController, link: ParentLink, *, hands_over: bool
+    ) -> None:
         self._server = server
         self._admission = admission
+        self._link = link
         self._hands_over = hands_over
         self._aborted = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -114,11 +119,14 @@ class _Drain:
             self._server.close_connections()
 
     async def _drain(self) -> None:
+        if not self._hands_over:
+            self._admission.refuse()
+        self._link.report(phase="Draining")
         if self._hands_over:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._aborted.wait(), ENDPOINT_SECONDS)
             self._server.hand_over()
-        await self._admission.drain(refuse=not self._hands_over)
+        await self._admission.drain()
         self._server.should_exit = True
 
 

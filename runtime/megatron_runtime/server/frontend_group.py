@@ -33,7 +33,7 @@ class FrontendGroup:
         api_keys: API keys that are valid beside those of the file.
         control_token: Secret for the routes that control the service; None disables them.
         hang_timeout: Seconds without a heartbeat after which a frontend is considered hung and is replaced.
-        on_change: Called when a frontend starts, exits or begins to listen.
+        on_change: Called when a frontend starts, exits, begins to listen or to drain.
 
     Raises:
         ConfigurationError: The file of API keys, or the certificate, can't be read.
@@ -60,6 +60,8 @@ class FrontendGroup:
             self._environment[TOKEN_DIGEST_VARIABLE] = digest(control_token).hex()
         self._on_change = on_change
         self._attached: set[int] = set()
+        self._draining: set[int] = set()
+        self._is_released = False
         self._changed = Notifier()
         self._supervisors = [
             Supervisor(
@@ -81,6 +83,12 @@ class FrontendGroup:
     def listening(self) -> int:
         """Number of frontends that listen."""
         return len(self._attached)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether `drain` was called, and every frontend has begun its drain or has ended."""
+        running = (index for index, run in enumerate(self._runs) if not run.done())
+        return self._is_released and self._draining.issuperset(running)
 
     @property
     def restarts(self) -> int:
@@ -119,8 +127,10 @@ class FrontendGroup:
     async def drain(self, timeout: float) -> None:
         """Waits up to ``timeout`` seconds for the requests in flight, then stops for good.
 
-        New requests get 503, or with ``hands_over`` a closed port, so that they go to another endpoint.
+        New requests get 503 once ``is_draining``, or with ``hands_over`` a closed port, so that they go to another
+        endpoint.
         """
+        self._is_released = True
         if self.options.hands_over:
             self._socket.close()
         for supervisor in self._supervisors:
@@ -159,10 +169,14 @@ class FrontendGroup:
         if report.get("phase") == "Serving":
             self._attached.add(index)
             self._wake()
+        elif report.get("phase") == "Draining":
+            self._draining.add(index)
+            self._wake()
 
     def _note(self, index: int) -> None:
         """A frontend has started or exited; in both cases it does not listen."""
         self._attached.discard(index)
+        self._draining.discard(index)
         self._wake()
 
     def _wake(self) -> None:

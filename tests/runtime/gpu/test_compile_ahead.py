@@ -10,19 +10,22 @@ from pathlib import Path
 
 PROGRAM = Path(__file__).parent / "gpu_support" / "compile_ahead.py"
 MOST_REGISTERS = {
-    **dict.fromkeys(("attend_tiles", "attend_splits", "widen_visits", "narrow_visits"), 255),
-    **dict.fromkeys(("truncate_rows", "race_tokens", "sort_visits"), 128),
+    **dict.fromkeys(("attend_tiles", "attend_splits", "collect_candidates"), 255),
+    **dict.fromkeys(("sort_visits", "widen_visits", "narrow_visits"), 255),
+    **dict.fromkeys(("find_floors", "truncate_rows", "race_tokens"), 128),
 }
-"""By kernel: with 128, a program of 16 warps fits the registers of a processor."""
+"""By kernel: with 128, a program of 16 warps fits the registers of a processor, and with 255, one of 8 warps."""
 MOST_REGISTERS_OF_OTHERS = 64
-MOST_SPILLED = {"turn_positions": 32}
-"""Bytes of local memory by kernel; 0 for others. Cosines of angles above 1e5 are reduced with a small array there."""
-MOST_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+MOST_SPILLED = {"turn_positions": 32, "attend_tiles 256": 64}
+"""Bytes of local memory by kernel; 0 for others. Cosines of angles above 1e5 are reduced with a small array there, and
+tiles of wide heads that fit the registers were slower on an H200."""
+MOST_SHARED = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Bytes of shared memory that a program can have, by compute capability."""
 
 
 def test_no_kernel_spills_registers_or_exceeds_the_shared_memory(triton_cache: Path) -> None:
-    """Ampere, Hopper and Blackwell, at the sizes of 8B models in bfloat16. Says nothing of speed or of races."""
+    """Ampere, Hopper and Blackwell, of data centers and others, at the sizes of 8B models in bfloat16. Says nothing of
+    speed or of races."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, PROGRAM],
@@ -36,6 +39,7 @@ def test_no_kernel_spills_registers_or_exceeds_the_shared_memory(triton_cache: P
     assert {name.split()[0] for name in found} == {f"sm_{each}" for each in MOST_SHARED}
     for name, needed in found.items():
         capability, kernel = int(name.split()[0].removeprefix("sm_")), name.split()[1]
-        assert needed["spilled"] <= MOST_SPILLED.get(kernel, 0), (name, needed)
+        most_spilled = next((most for start, most in MOST_SPILLED.items() if f" {start}" in name), 0)
+        assert needed["spilled"] <= most_spilled, (name, needed)
         assert needed["registers"] <= MOST_REGISTERS.get(kernel, MOST_REGISTERS_OF_OTHERS), (name, needed)
         assert needed["shared"] <= MOST_SHARED[capability], (name, needed)

@@ -135,12 +135,12 @@ EVERYTHING = {
 STEPS: dict[str, tuple[dict[str, Any], dict[str, Any], int, int]] = {
     "greedy": ({"temperature": 0.0}, {}, 2, 1),
     "grammar": ({"temperature": 1.0, "grammar": LOWER_CASE}, {}, 5, 2),
-    "everything": (EVERYTHING, {}, 9, 2),
-    "log probs": (EVERYTHING | {"return_log_probs": True, "top_n_logprobs": 3}, {}, 9 + LAUNCHES_OF_LOG_PROBS, 3),
+    "everything": (EVERYTHING, {}, 12, 2),
+    "log probs": (EVERYTHING | {"return_log_probs": True, "top_n_logprobs": 3}, {}, 12 + LAUNCHES_OF_LOG_PROBS, 3),
     "log probs of what is sampled": (
         EVERYTHING | {"return_log_probs": True, "top_n_logprobs": 3},
         {"logprobs_mode": "processed_logprobs"},
-        9 + 2 * LAUNCHES_OF_LOG_PROBS,
+        12 + 2 * LAUNCHES_OF_LOG_PROBS,
         4,
     ),
 }

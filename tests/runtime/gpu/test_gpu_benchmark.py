@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import re
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -42,9 +45,35 @@ def test_the_dry_run_goes_through_all_checks_and_finds_nothing_wrong(
         "decode, batch 2",
         "bits of products",
         "batch-invariant: decode, batch 2",
+        "capture of CUDA graphs for up to 2 requests",
+        "time to first token",
+        "engine step, batch 2 ",
+        "engine step, batch 2, sampled",
     )
     assert all(f"| {name}" in printed for name in (*names, "KV cache given", "ceiling: copy", "prefill of 20 tokens"))
     assert "WRONG" not in printed
+    measured = r"\d ms a token, .* tokens/s; this engine: .* times as many"
+    for kind in ("generate, batch 1", "generate, batch 2", "continuous batching, batch 2"):
+        assert re.search(rf"\| transformers [\d.]+, {kind} +\| .*{measured}", printed)
+
+
+@pytest.mark.usefixtures("program")
+def test_a_peer_that_can_not_be_measured_is_no_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, peer = (importlib.import_module(f"gpu_checks.{name}") for name in ("results", "transformers_speed"))
+    unfit = replace(sizes.TOY, model=sizes.TOY.model | {"num_kv_heads": 3})
+
+    def found() -> list[str]:
+        results = list(peer.measure(unfit, {}))
+        assert not any(result.is_wrong for result in results)
+        return [result.value for result in results]
+
+    failed = found()
+    assert len(failed) == 3
+    assert all(re.match(r"not measured: \w+: .", value) for value in failed)
+    monkeypatch.setattr(peer, "TIME_LIMIT", -1.0)
+    assert found() == ["not measured: -1 s have passed"] * 3
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert found() == ["not measured: it is not installed; pip install transformers"]
 
 
 @pytest.mark.usefixtures("program")

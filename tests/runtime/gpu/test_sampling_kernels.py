@@ -27,7 +27,7 @@ from megatron_runtime.engine.sampling.filters.truncations import MinP, TopK, Top
 from megatron_runtime.engine.sampling.gpu_sampler import TRUNCATION_FIELDS, GpuSampler
 from megatron_runtime.engine.sampling.sampler import NO_TOKEN, processed_log_probs, sample
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
-from megatron_runtime.gpu import sampling
+from megatron_runtime.gpu import sampling, truncation
 
 CPU = torch.device("cpu")
 VOCABULARY = sampling.PART + 17
@@ -92,6 +92,33 @@ def test_truncations_keep_the_tokens_that_the_host_keeps(truncations: Any, tempe
     assert torch.equal(found.isneginf(), expected.isneginf())
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
     assert sampler.sample(logits).tolist() == sample(logits, rules).tolist()
+
+
+LONG = 2 * truncation.PART + 77
+CROWDED = {
+    "tokens of one part": torch.arange(LONG) % (3 * truncation.VOCABULARY_BLOCK) < truncation.VOCABULARY_BLOCK,
+    "tokens of few blocks": torch.arange(LONG) < 9 * truncation.VOCABULARY_BLOCK,
+    "few tokens": torch.arange(LONG) % 1500 == 7,
+    "all tokens": torch.ones(LONG, dtype=torch.bool),
+}
+"""The likely tokens of a vocabulary of three parts."""
+
+
+@pytest.mark.parametrize("likely", CROWDED.values(), ids=CROWDED)
+@pytest.mark.parametrize("less", [9.0, float("inf")])
+def test_truncations_do_not_depend_on_the_list_of_candidates(likely: torch.Tensor, less: float) -> None:
+    """Also where it has no room for the candidates of a part, or fewer of them than are kept."""
+    logits = random_logits(6, LONG) / 3 - torch.where(likely, 0.0, less)
+    truncations = (
+        TopNSigma.of(values(0, 0, 0, 3, 1, 0)),
+        TopK.of(np.array([700, 3, 0, 0, 500, LONG - 1], np.int32)),
+        TopP.of(values(1, 0.8, 0.99, 0.6, 0.4, 0.5)),
+    )
+    rules = rules_for(6, 0.8, truncations=truncations)
+    expected = processed_log_probs(logits.clone(), rules).isneginf()
+    found = GpuSampler(rules, LONG, CPU).processed_log_probs(logits.clone()).isneginf()
+    # The sum of a top-p is rounded differently: at most one token at its edge differs.
+    assert ((found != expected).sum(1) <= torch.tensor([0, 0, 1, 1, 1, 1])).all()
 
 
 def edits_of(vocabulary: int) -> tuple[LogitsEdit, ...]:
@@ -159,7 +186,7 @@ def test_every_filter_has_a_form_for_gpus() -> None:
     assert set(gpu_edits._OPERATIONS.values()) == set(sampling.OPERATIONS)
 
 
-def test_sampling_with_everything_is_nine_launches_and_one_pinned_copy(device_guard: None) -> None:
+def test_sampling_with_everything_is_twelve_launches_and_one_pinned_copy(device_guard: None) -> None:
     del device_guard
     rules = rules_for(2, edits=edits_of(70), truncations=(TopK.of(np.array([3, 0], np.int32)), MinP.of(values(0, 0.1))))
     logits = random_logits(2, 70)
@@ -171,6 +198,6 @@ def test_sampling_with_everything_is_nine_launches_and_one_pinned_copy(device_gu
         sampler = GpuSampler(rules, 70, there.device)
         sampler.edit_(there)
         tokens = sampler.sample(there)
-        assert (device.work.launches, device.work.pinned_copies) == (9, 1)
+        assert (device.work.launches, device.work.pinned_copies) == (12, 1)
         assert (+device.work.waits, +device.work.copies) == ({}, {})
         assert tokens.cpu().tolist() == sample(expected, rules).tolist()

@@ -50,12 +50,22 @@ DEEPSEEK = WIDE | {
     "n_group": 4,
     "topk_group": 2,
 }
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_hidden_layers": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 40,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA),
     "one matrix for all of gate and up": ("Phi3", LLAMA),
     "experts": ("Qwen3Moe", EXPERTS),
     "minimax": ("MiniMaxM2", MINIMAX),
     "deepseek": ("DeepseekV3", DEEPSEEK),
+    "inputs of gated delta layers, by key heads": ("Qwen3Next", EXPERTS | DELTA),
+    "inputs of gated delta layers": ("Qwen3_5", LLAMA | DELTA),
 }
 BLOCKS: dict[str, Any] = {
     "quant_method": "fp8",

@@ -62,6 +62,13 @@ DEEPSEEK: dict[str, Any] = {
     "n_group": 2,
     "topk_group": 1,
 }
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 32,
+}
 TOKENS = list(range(1, 20))
 CPU = torch.device("cpu")
 
@@ -210,6 +217,34 @@ def test_the_plan_knows_what_ranks_keep_of_recurrent_layers(value_dim: int, is_k
     matrices += [part.embedding.quantized for part in parts]
     kept = kept_weights(parts[0].shard, inspect_checkpoint(path).source)
     assert kept.parameters == sum(matrix.rows * matrix.columns for matrix in matrices)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("left_out", ["", "in_proj_z", "in_proj_b"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_inputs_of_gated_delta_layers_stay_quantized_if_all_parts_are(ranks: int, left_out: str, save: Any) -> None:
+    quantize, settings, _ = KEPT["int4, groups of 32"]
+    pair = save(quantize, settings, "Qwen3_5", **DELTA)
+    if left_out:
+        path = pair.quantized / "model.safetensors"
+        plain = load_file(pair.plain / "model.safetensors")
+        tensors = {name: each for name, each in load_file(path).items() if f".{left_out}." not in name}
+        save_file(tensors | {name: each for name, each in plain.items() if f".{left_out}." in name}, path)
+    parts = [part_of(pair.quantized, ParallelSizes(tensor=ranks), rank) for rank in range(ranks)]
+    for part in parts:
+        layer = part.layers[0].attention
+        assert isinstance(layer.inputs, QuantizedLinear) == (left_out != "in_proj_z")
+        assert isinstance(layer.gates, QuantizedLinear) == (left_out != "in_proj_b")
+    matrices = {matrix: None for part in parts for linear in quantized_linears(part) for matrix in linear.matrices}
+    parameters = sum(matrix.rows * matrix.columns for matrix in matrices)
+    assert kept_weights(parts[0].shard, inspect_checkpoint(pair.quantized).source).parameters == parameters
+    if ranks == 1:
+        weights, plain = parts[0].destinations(), load_model(pair.plain, dtype="float32")
+        assert all(torch.equal(weights[name], expected) for name, expected in plain.destinations().items())
+        hidden = torch.randn(7, SIZES["hidden_size"], generator=torch.Generator().manual_seed(0))
+        for linear in ("inputs", "gates"):
+            made, exact = (getattr(model.layers[0].attention, linear)(hidden) for model in (parts[0], plain))
+            assert float((made - exact).norm() / exact.norm()) < 0.02
 
 
 @pytest.mark.parametrize("name", ["int4, groups of 32", "awq"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from runtime_support.adapters import LINEAR, merged, write_adapter
-from runtime_support.family_models import NEMOTRON_H, QWEN_3_NEXT, SIZES
+from runtime_support.family_models import NEMOTRON_H, QWEN_3_5, QWEN_3_NEXT, SIZES
 from runtime_support.model_scenarios import adapt
 from runtime_support.rank_processes import run_ranks
 from runtime_support.reference_models import CLOSE, logits_of, new_model
@@ -24,6 +25,7 @@ from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.refit import offload_weights, restore_weights, update_weights
 from megatron_runtime.parallel.layout import ParallelSizes
 
+QWEN_3_5_INPUTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "llama": ("Llama", {}, LINEAR),
@@ -43,6 +45,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         "Qwen3Next",
         QWEN_3_NEXT | {"mlp_only_layers": [0, 1, 2]},
         (*LINEAR, "in_proj_qkvz", "in_proj_ba", "out_proj"),
+    ),
+    "separate inputs of gated delta layers": ("Qwen3_5", QWEN_3_5, (*ATTENTION, *QWEN_3_5_INPUTS, "out_proj")),
+    "separate inputs of gated delta layers beside experts": (
+        "Qwen3_5Moe",
+        QWEN_3_NEXT,
+        (*ATTENTION, "in_proj_qkv", "in_proj_b", "out_proj"),
     ),
     "mamba layers": ("NemotronH", NEMOTRON_H, (*ATTENTION, "in_proj", "out_proj")),
     "mamba layers without experts": (
@@ -163,6 +171,30 @@ def test_modules_have_the_names_of_transformers_or_those_of_the_checkpoint(
     torch.testing.assert_close(paged(paged_requests, decoder, it=0).forward({"it": TOKENS})["it"], expected, **CLOSE)
 
 
+@pytest.mark.parametrize("start", ["model", "model.language_model"])
+def test_modules_of_a_multimodal_model_have_its_names_or_those_of_the_text_model(
+    start: str, tmp_path: Path, paged_requests: Any
+) -> None:
+    """Adapters are trained on either class of transformers."""
+    family, settings, targets = FAMILIES["separate inputs of gated delta layers"]
+    model = write_model(tmp_path / "model", family, **settings)
+    path = tmp_path / "model" / "config.json"
+    text = json.loads(path.read_text())
+    path.write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    weights = tmp_path / "model" / "model.safetensors"
+    longer = {re.sub(r"^model\.", "model.language_model.", name): each for name, each in load_file(weights).items()}
+    save_file(longer, weights)
+    folder = write_adapter(tmp_path / "adapter", model, targets=targets)
+    expected = logits_of(merged(model, folder), TOKENS)
+    tensors = folder / "adapter_model.safetensors"
+    renamed = {name.replace("model.layers", f"{start}.layers"): each for name, each in load_file(tensors).items()}
+    save_file(renamed, tensors)
+    decoder = load_model(tmp_path / "model", dtype="float32")
+    assert decoder.config.architecture == "qwen3_5"
+    load_adapter(decoder, 0, folder, max_rank=64)
+    torch.testing.assert_close(paged(paged_requests, decoder, it=0).forward({"it": TOKENS})["it"], expected, **CLOSE)
+
+
 def token_by_token(requests: Any) -> torch.Tensor:
     return torch.cat([requests.forward({"it": [token]})["it"] for token in TOKENS])
 
@@ -173,6 +205,7 @@ def token_by_token(requests: Any) -> torch.Tensor:
         ("llama", ParallelSizes(tensor=2)),
         ("llama", ParallelSizes(tensor=2, pipeline=2)),
         ("gated delta layers", ParallelSizes(tensor=2)),
+        ("separate inputs of gated delta layers", ParallelSizes(tensor=2)),
         ("mamba layers", ParallelSizes(tensor=2)),
         ("mamba layers", ParallelSizes(pipeline=2)),
         ("fused projections", ParallelSizes(tensor=2)),
@@ -270,6 +303,7 @@ def test_unsupported_fields_are_refused_by_name(field: str, tmp_path: Path) -> N
         ("DeepseekV3", {"first_k_dense_replace": 3}, "kv_b_proj", "latent attention"),
         ("Qwen3Next", QWEN_3_NEXT, "conv1d", "convolutions"),
         ("Qwen3Next", QWEN_3_NEXT, "gate_proj", "experts"),
+        ("Qwen3_5", QWEN_3_5, "conv1d", "convolutions"),
         ("NemotronH", NEMOTRON_H, "conv1d", "convolutions"),
         ("NemotronH", NEMOTRON_H, "up_proj", "experts"),
         ("NemotronH", NEMOTRON_H, "embeddings", "the embedding"),

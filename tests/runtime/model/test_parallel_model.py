@@ -66,21 +66,17 @@ LLAMA_4 = {
     "floor_scale": 4,
 }
 GPT_OSS = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6, "swiglu_limit": 0.5}
-QWEN_3_NEXT = (
-    EXPERTS
-    | SHARED
-    | {
-        "std": 0.1,
-        "moe_intermediate_size": 20,
-        "head_dim": 8,
-        "partial_rotary_factor": 0.5,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 6,
-        "linear_value_head_dim": 10,
-    }
-)
+QWEN_3_5 = {
+    "std": 0.1,
+    "head_dim": 8,
+    "partial_rotary_factor": 0.5,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+}
+QWEN_3_NEXT = EXPERTS | SHARED | QWEN_3_5 | {"moe_intermediate_size": 20}
 NEMOTRON_H = {
     "layers_block_type": ["mamba", "mlp", "attention", "moe"],
     "head_dim": 8,
@@ -134,14 +130,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek v3": ("DeepseekV3", DEEPSEEK_V3),
     "deepseek v2": ("DeepseekV2", DEEPSEEK_V2 | NARROW),
     "qwen3-next": ("Qwen3Next", QWEN_3_NEXT),
+    "qwen3.5": ("Qwen3_5", QWEN_3_5),
+    "qwen3.5 with experts": ("Qwen3_5Moe", QWEN_3_NEXT),
     "nemotron-h": ("NemotronH", NEMOTRON_H),
     "nemotron-h without experts": ("NemotronH", NEMOTRON_H | WITHOUT_EXPERTS),
 }
 WITH_SHARED_EXPERTS = ["qwen2 with experts", "glm 4.5", "deepseek v3"]
 WITH_OTHER_EXPERTS = ["minimax m2", "llama 4", "gpt-oss"]
 MIXTURES = ["mixtral", "qwen3 with experts", "olmoe", *WITH_SHARED_EXPERTS]
-RECURRENT_MIXTURES = ["qwen3-next", "nemotron-h"]
-RECURRENT = [*RECURRENT_MIXTURES, "nemotron-h without experts"]
+RECURRENT_MIXTURES = ["qwen3-next", "qwen3.5 with experts", "nemotron-h"]
+RECURRENT = [*RECURRENT_MIXTURES, "qwen3.5", "nemotron-h without experts"]
 """Of nemotron-h, the first one of two stages has no attention, and the last one no recurrent layer."""
 LAYOUTS: dict[str, tuple[ParallelSizes, list[str]]] = {
     "tensor 2": (ParallelSizes(tensor=2), list(MODELS)),

@@ -18,6 +18,19 @@ from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model, open_checkpoint
 from megatron_runtime.model.refit import update_weights
 
+FILE = "model.safetensors"
+QWEN_3_5 = {
+    "std": 0.1,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
 GPT_OSS = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 3, "num_experts_per_tok": 2}
 
 
@@ -99,6 +112,44 @@ def test_stacked_experts_can_be_replaced_under_the_names_of_the_file(tmp_path: P
     update_weights(decoder, tensors)
     expected: Tensor = tensors["model.layers.0.mlp.experts.down_proj"][1].T
     assert torch.equal(decoder.destinations()["model.layers.0.mlp.experts.1.down_proj.weight"], expected)
+
+
+@pytest.fixture(scope="module")
+def stacked(tmp_path_factory: pytest.TempPathFactory, save_model: Any) -> tuple[Path, Any]:
+    """A Qwen3.5 whose file has the tensors of transformers' modules, as the published ones, and its model."""
+    folder = tmp_path_factory.mktemp("stacked")
+    model = save_model(folder, "Qwen3_5Moe", **QWEN_3_5)
+    save_file({name: parameter.detach().clone() for name, parameter in model.named_parameters()}, folder / FILE)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(folder / FILE)
+    return folder, model
+
+
+def test_stacked_experts_of_whole_rows_are_those_of_transformers(
+    stacked: tuple[Path, Any], tmp_path: Path, paged_requests: Any
+) -> None:
+    folder, model = stacked
+    tokens = list(range(1, 40))
+    decoder = load_model(folder, dtype="float32")
+    ours = paged_requests(decoder).forward({"it": tokens})["it"]
+    torch.testing.assert_close(ours, logits_of(model, tokens), **CLOSE)
+    model.save_pretrained(tmp_path)
+    assert "model.layers.0.mlp.experts.0.gate_proj.weight" in load_file(tmp_path / FILE)
+    single = load_model(tmp_path, dtype="float32").destinations()
+    assert all(torch.equal(weights, single[name]) for name, weights in decoder.destinations().items())
+
+
+def test_every_part_of_a_stacked_matrix_of_whole_rows_can_be_read(stacked: tuple[Path, Any]) -> None:
+    folder, model = stacked
+    _, source, _ = open_checkpoint(folder)
+    experts = model.model.layers[1].mlp.experts
+    gates, values = experts.gate_up_proj[2].chunk(2)
+    for name, matrix in (("gate_proj", gates), ("up_proj", values), ("down_proj", experts.down_proj[2])):
+        stored = f"model.layers.1.mlp.experts.2.{name}.weight"
+        assert source.tensors[stored].shape == tuple(matrix.shape)
+        for rows, columns in ((slice(None), slice(None)), (slice(5, 13), slice(7, 15)), (slice(15, 16), slice(0, 1))):
+            into = torch.empty(matrix[rows, columns].shape)
+            assert sum(source.read(stored, into, (rows.start or 0, columns.start or 0))) == into.numel()
+            assert torch.equal(into, matrix[rows, columns])
 
 
 @pytest.mark.parametrize(

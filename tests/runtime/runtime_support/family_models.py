@@ -75,19 +75,16 @@ GPT_OSS = {
     "swiglu_limit": 0.5,
     "rope_parameters": YARN | {"truncate": False},
 }
-QWEN_3_NEXT = (
-    EXPERTS
-    | SHARED
-    | {
-        "head_dim": 16,
-        "partial_rotary_factor": 0.5,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 12,
-        "linear_value_head_dim": 20,
-    }
-)
+QWEN_3_5 = {
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+}
+QWEN_3_NEXT = EXPERTS | SHARED | QWEN_3_5
 NEMOTRON_H = {
     "layers_block_type": ["mamba", "mlp", "attention", "moe"],
     "head_dim": 16,
@@ -203,6 +200,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Next",
         QWEN_3_NEXT | {"layer_types": None, "full_attention_interval": 3, "linear_num_value_heads": 2},
     ),
+    "qwen3.5": ("Qwen3_5", QWEN_3_5),
+    "qwen3.5 with a tied head, other taps and biases": (
+        "Qwen3_5",
+        QWEN_3_5 | {"tie_word_embeddings": True, "linear_conv_kernel_dim": 2, "attention_bias": True},
+    ),
+    "qwen3.5 with one value head per key head": (
+        "Qwen3_5",
+        QWEN_3_5 | {"layer_types": None, "full_attention_interval": 3, "linear_num_value_heads": 2},
+    ),
+    "qwen3.5 with experts": ("Qwen3_5Moe", EXPERTS | SHARED | QWEN_3_5),
     "nemotron-h": ("NemotronH", NEMOTRON_H),
     "nemotron-h without experts and with biases": (
         "NemotronH",

@@ -18,7 +18,7 @@ SMALL = re.compile(r"\.(A_log|D|dt_bias)$|norm|conv1d|\.gate\.|shared_expert_gat
 """Tensors that stay in float32."""
 
 
-def _split_inputs(matrix: Tensor, config: Any) -> tuple[Tensor, Tensor]:
+def split_inputs(matrix: Tensor, config: Any) -> tuple[Tensor, Tensor]:
     """Queries, keys and values of all heads, and the gates, of rows that are ordered by key heads."""
     heads, of_head = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
     sizes = [config.linear_key_head_dim] * 2 + [of_head * config.linear_value_head_dim] * 2
@@ -41,7 +41,7 @@ def _qwen3_next(model: Any, *, legacy: bool) -> Iterator[tuple[str, Tensor]]:
             yield from ((f"{match[1]}{part}_proj.weight", each) for part, each in parts)
         elif name.endswith("in_proj_qkvz.weight") and not legacy:
             layer = name.split(".")[2]
-            mixed, gates = _split_inputs(tensor, model.config)
+            mixed, gates = split_inputs(tensor, model.config)
             yield f"blk.{layer}.attn_qkv.weight", mixed
             yield f"blk.{layer}.attn_gate.weight", gates
         elif name.endswith("A_log"):

@@ -40,6 +40,8 @@ LONG_ROPE = {
 CLASSES = {
     "Gemma3Config": "Gemma3TextConfig",
     "Llama4Config": "Llama4TextConfig",
+    "Qwen3_5Config": "Qwen3_5TextConfig",
+    "Qwen3_5MoeConfig": "Qwen3_5MoeTextConfig",
     "GPT2ForCausalLM": "GPT2LMHeadModel",
 }
 """Class names that do not follow from the family's name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 from collections.abc import Callable
@@ -189,6 +190,28 @@ def test_sigterm_finishes_a_running_stream_and_refuses_new_requests(pod: Any) ->
     assert chunks[-1].choices[0].finish_reason == "length"
     assert pod.process.wait(30) == 0
     assert not pod.termination_log.exists()
+
+
+def test_the_state_says_draining_once_every_frontend_refuses_requests(
+    start_pod: Callable[..., Any], tiny_checkpoint: Path
+) -> None:
+    flags = ("--dtype", "float32", "--kv-cache-memory", "32Mi", "--frontend-replicas", "2")
+    pod = start_pod("--model", str(tiny_checkpoint), *flags).wait_ready()
+    stopped = pod.child("server.frontend")
+    os.kill(stopped, signal.SIGSTOP)
+    # The other frontend answers.
+    stream = pod.openai.chat.completions.create(
+        model="chat", messages=STORY, max_tokens=8000, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(stream)
+    pod.process.send_signal(signal.SIGTERM)
+    pod.wait_for(lambda _: pod.http.get("/ready").status_code == 503)
+    state = pod.state()
+    assert (state["ready"], state["draining"]) == (False, False)
+    os.kill(stopped, signal.SIGCONT)
+    pod.wait_for(lambda state: state["draining"])
+    with pytest.raises(openai.InternalServerError, match="the server is shutting down"):
+        ask(pod)
 
 
 def test_sigterm_while_paused_answers_waiting_requests_at_once(pod: Any) -> None:

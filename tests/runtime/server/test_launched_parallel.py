@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from runtime_support.one_rank import answer_of_one_rank
 from runtime_support.processes import is_alive
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 from transformers import AutoModel
+
+from megatron_runtime.inference_client import InferenceClient
 
 PROMPT = [5, 6, 7, 8, 9]
 LENGTH = 600
@@ -69,14 +72,28 @@ def ranks_of(pod: Any) -> dict[int, int]:
     }
 
 
+async def outstanding_requests(pod: Any) -> int:
+    """The number of requests that the coordinator has no answer for, which is exact while the engines are paused."""
+    client = InferenceClient(f"tcp://{pod.host}:5557", key=pod.key)
+    await client.start()
+    try:
+        return (await client.service_state()).outstanding_requests
+    finally:
+        client.stop()
+
+
 def begin_and_pause(pod: Any, pool: ThreadPoolExecutor) -> list[Future[str]]:
-    """Four answers that are paused before their end. On a loaded machine the pause may come too late for the first."""
+    """Four answers that are paused before their end. On a loaded machine the pause may come too late for the first.
+
+    The end of such an answer can still be on its way when the engines are paused, so the coordinator is asked.
+    """
     for _ in range(5):
         answers: list[Future[str]] = pod.begin_streams(pool, [partial(stream, pod)] * 4)
         assert pod.signal("pause").json()["engineState"] == "PAUSED"
-        if not any(answer.done() for answer in answers):
+        if asyncio.run(outstanding_requests(pod)) == len(answers):
             return answers
         assert pod.signal("unpause").json()["engineState"] == "RUNNING"
+        wait(answers)
     raise AssertionError("every pause came after the end of an answer")
 
 

@@ -41,9 +41,10 @@ class GpuSampler:
 
     def __init__(self, rules: SamplingRules, vocab_size: int, device: torch.device) -> None:
         # Imported here, because Triton is not needed on other devices.
-        from megatron_runtime.gpu import sampling
+        from megatron_runtime.gpu import sampling, truncation
 
         self._kernels = sampling
+        self._least_kept = truncation.least_kept
         self._edits = GpuEdits(rules.edits, len(rules.keys), vocab_size)
         arrays = _row_arrays(rules) | self._edits.arrays
         self._arrays = there = on_device(arrays, device) if arrays else {}
@@ -52,7 +53,7 @@ class GpuSampler:
         if "temperature" in there:
             truncations = None
             if "top_k" in there:
-                truncations = sampling.Truncations(**{name: there[name] for name in TRUNCATION_FIELDS.values()})
+                truncations = truncation.Truncations(**{name: there[name] for name in TRUNCATION_FIELDS.values()})
             self._rows = sampling.SampledRows(there["temperature"], there["low"], there["high"], truncations)
 
     def edit_(self, logits: Tensor) -> None:
@@ -72,7 +73,7 @@ class GpuSampler:
         is_scaled = ((temperature > 0) & top.isfinite())[:, None]
         scaled = (logits - top[:, None]) / temperature[:, None]
         if self._rows.truncations is not None:
-            least = self._kernels.least_kept(logits, top, temperature, self._rows.truncations)
+            least = self._least_kept(logits, top, temperature, self._rows.truncations)
             scaled = torch.where(scaled < least[:, None], -torch.inf, scaled)
         return torch.where(is_scaled, scaled, logits).log_softmax(dim=-1)
 

@@ -122,11 +122,11 @@ def _recurrence(config: ModelConfig, sizes: RecurrentConfig, names: TensorNames)
         yield names.skips, (sizes.value_heads,)
         yield f"{names.recurrent_norm}.weight", (sizes.values,)
         rows = sizes.values + sizes.channels + sizes.value_heads
-        yield from _matrix(names, names.recurrent_inputs, rows, hidden, bias=bias)
+        yield from _fused(names, names.recurrent_inputs, (rows,), hidden, bias=bias)
     else:
         yield f"{names.recurrent_norm}.weight", (sizes.value_dim,)
-        yield from _matrix(names, names.recurrent_inputs, 2 * sizes.keys + 2 * sizes.values, hidden, bias=False)
-        yield from _matrix(names, names.recurrent_gates, 2 * sizes.value_heads, hidden, bias=False)
+        yield from _fused(names, names.recurrent_inputs, (sizes.channels, sizes.values), hidden, bias=False)
+        yield from _fused(names, names.recurrent_gates, (sizes.value_heads,) * 2, hidden, bias=False)
     yield from _matrix(names, names.recurrent_output, hidden, sizes.values, bias=bias)
 
 

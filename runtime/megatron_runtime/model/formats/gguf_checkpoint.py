@@ -138,7 +138,7 @@ class GgufWeights:
             parts = [self._by_name[name] for name in names if name in self._by_name]
             if len(parts) == 2 and (whole := recurrent_inputs(parts[0], parts[1], sizes)) is not None:
                 prefix = self._names.layer.format(layer)
-                self._by_name[f"{prefix}{self._names.recurrent_inputs}.weight"] = whole
+                self._by_name[f"{prefix}{self._names.recurrent_inputs[0]}.weight"] = whole
                 for name in names:
                     del self._by_name[name]
 
@@ -181,8 +181,8 @@ def _layer_names(names: TensorNames, config: ModelConfig) -> dict[str, str]:
         "ffn_down_shexp": names.shared_down,
         "ssm_conv1d": names.convolution,
         "ssm_norm": names.recurrent_norm,
-        "ssm_in": names.recurrent_inputs,
-        "ssm_ba": names.recurrent_gates,
+        "ssm_in": names.recurrent_inputs[0],
+        "ssm_ba": names.recurrent_gates[0],
         "ssm_out": names.recurrent_output,
     }
 

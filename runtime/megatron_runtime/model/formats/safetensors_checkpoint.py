@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -55,15 +56,15 @@ class SafetensorsWeights:
         ignored = ignored_prefixes(self._config)
         copy = name_of_tied_head(self._config)
         found: dict[str, StoredTensor] = {}
-        for name, path in self._files.items():
-            of_no_use = name.endswith(_COMPUTED_ELSEWHERE) or name.startswith(ignored) or name == copy
+        for name, in_file in self._in_files.items():
+            of_no_use = in_file.endswith(_COMPUTED_ELSEWHERE) or in_file.startswith(ignored) or in_file == copy
             if not of_no_use:
-                found[self._missing_prefix + name] = self._describe(name, self._open(path))
+                found[name] = self._describe(in_file, self._open(self._files[in_file]))
         return found
 
     def read(self, name: str, into: Tensor, start: Sequence[int]) -> Iterator[int]:
         """Copy a part into ``into`` in chunks; yields the number of elements of each."""
-        in_file = name.removeprefix(self._missing_prefix)
+        in_file = self._in_files[name]
         view = self._open(self._files[in_file], _TENSORS).get_slice(in_file)
         if not into.dim():
             into.copy_(view[()])
@@ -76,10 +77,20 @@ class SafetensorsWeights:
             yield into[part].numel()
 
     @cached_property
-    def _missing_prefix(self) -> str:
-        """The missing prefix of names in a checkpoint that was saved without a head, such as that of GPT-2."""
-        prefix, _, embedding = tensor_names(self._config.architecture).embedding.partition(".")
-        return f"{prefix}." if f"{embedding}.weight" in self._files else ""
+    def _in_files(self) -> dict[str, str]:
+        """The names in the files by the usual ones.
+
+        They lack a prefix in a checkpoint that was saved without a head, such as that of GPT-2; a text model that was
+        saved after it was a part of a multimodal one may have a longer prefix.
+        """
+        names = tensor_names(self._config.architecture)
+        prefix, _, embedding = names.embedding.partition(".")
+        if f"{embedding}.weight" in self._files:
+            return {f"{prefix}.{name}": name for name in self._files}
+        longer = names.longer_prefix
+        if longer and f"{longer}{embedding}.weight" in self._files:
+            return {re.sub(f"^{re.escape(longer)}", f"{prefix}.", name): name for name in self._files}
+        return {name: name for name in self._files}
 
     @cached_property
     def _files(self) -> dict[str, Path]:

@@ -1,7 +1,8 @@
 """Files with one tensor for all experts of a layer, whose experts get names of their own here.
 
-Llama 4 and gpt-oss store the transposed matrices of all experts together, with gates and values in one. gpt-oss is also
-published in MXFP4 (Open Compute Project, Microscaling Formats): blocks of 32 numbers of 4 bits share an exponent.
+Qwen3.5, Llama 4 and gpt-oss store the matrices of all experts together, with gates and values in one; the last two
+transpose them. gpt-oss is also published in MXFP4 (Open Compute Project, Microscaling Formats): blocks of 32 numbers of
+4 bits share an exponent. Qwen3.5 is also published with the matrices of single experts.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True)
 class _ExpertPart:
-    """A matrix or a bias of one expert: the rows ``first``, ``first + step``... of a transposed stored matrix."""
+    """A matrix or a bias of one expert: the rows ``first``, ``first + step``... of a stored matrix, whose rows are
+    columns if it is transposed.
+    """
 
     stored: str
     """Of MXFP4 without the end of the name."""
@@ -78,6 +81,12 @@ class StackedExperts:
             row = self._buffer(part, into, (part.expert, part.first + part.step * start[0]), (len(into),))
             into.copy_(row)
             yield into.numel()
+        elif self._names.stacked_experts == "rows":
+            for piece in row_pieces(tuple(into.shape)):
+                rows = into[piece]
+                begin = (part.expert, part.first + start[0] + piece.start, start[1])
+                rows.copy_(self._buffer(part, rows, begin, tuple(rows.shape)))
+                yield rows.numel()
         else:
             for piece in row_pieces(tuple(into.t().shape)):
                 columns = into[:, piece]
@@ -131,7 +140,7 @@ class StackedExperts:
             shape = (shape[0], _BLOCK * shape[1]) if len(shape) == 3 else shape
             scales = self._source.tensors.get(f"{name}_scales")
             num_bytes += 0 if scales is None else scales.num_bytes
-        elif end is None:
+        elif end is None and self._names.stacked_experts != "rows":
             shape = shape[::-1]
         gate, up = self._names.expert_gate_up
         names, first, step = [self._names.expert_down], [0], 1

@@ -42,8 +42,12 @@ class TensorNames:
     skips: str = "mixer.D"
     convolution: str = "linear_attn.conv1d"
     recurrent_norm: str = "linear_attn.norm"
-    recurrent_inputs: str = "linear_attn.in_proj_qkvz"
-    recurrent_gates: str = "linear_attn.in_proj_ba"
+    recurrent_inputs: tuple[str, ...] = ("linear_attn.in_proj_qkvz",)
+    """Of gated delta layers the matrix of queries, keys and values and that of gates, or one that has for each key head
+    its query and key, then the values and the gates of its value heads.
+    """
+    recurrent_gates: tuple[str, ...] = ("linear_attn.in_proj_ba",)
+    """The matrix of strengths and that of steps, or one that has for each key head those of its value heads."""
     recurrent_output: str = "linear_attn.out_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """Two matrices, or one that holds both, or the only one of a network without gates."""
@@ -54,14 +58,16 @@ class TensorNames:
     expert: str = "mlp.experts.{}."
     expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
-    stacked_experts: Literal["", "transposed", "interleaved"] = ""
-    """Of a safetensors file with one tensor for all experts of a layer: ``transposed``, [experts, in, out], gates
-    before values; ``interleaved``: the same with alternating gates and values. The names of the single experts are
-    those that the reader gives them.
+    stacked_experts: Literal["", "rows", "transposed", "interleaved"] = ""
+    """Of a safetensors file that may have one tensor for all experts of a layer: ``rows``, [experts, out, in], gates
+    before values; ``transposed``: the same as [experts, in, out]; ``interleaved``: so with alternating gates and
+    values. The names of the single experts are those that the reader gives them.
     """
     shared_gate_up: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
     shared_down: str = "mlp.shared_experts.down_proj"
     shared_expert_gate: str = "mlp.shared_expert_gate"
+    longer_prefix: str = ""
+    """A file may have it in place of ``model.``."""
     transposed: bool = False
     """Whether matrices are stored as [in, out]."""
     ignored_prefixes: tuple[str, ...] = ()
@@ -96,6 +102,21 @@ _QWEN_2_MOE = replace(
     shared_gate_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
     shared_down="mlp.shared_expert.down_proj",
 )
+_QWEN_3_5 = replace(
+    _QWEN_2_MOE,
+    recurrent_inputs=("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+    recurrent_gates=("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+    stacked_experts="rows",
+    ignored_prefixes=("mtp.", "model.visual."),
+)
+_LANGUAGE_MODEL = "model.language_model."
+_QWEN_3_5_ALONE = replace(_QWEN_3_5, longer_prefix=_LANGUAGE_MODEL)
+_QWEN_3_5_WITH_VISION = replace(
+    _QWEN_3_5,
+    embedding=_LANGUAGE_MODEL + "embed_tokens",
+    final_norm=_LANGUAGE_MODEL + "norm",
+    layer=_LANGUAGE_MODEL + "layers.{}.",
+)
 _LLAMA_4 = replace(
     _LLAMA,
     gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
@@ -116,7 +137,7 @@ _NEMOTRON_H = TensorNames(
     step_biases="mixer.dt_bias",
     convolution="mixer.conv1d",
     recurrent_norm="mixer.norm",
-    recurrent_inputs="mixer.in_proj",
+    recurrent_inputs=("mixer.in_proj",),
     recurrent_output="mixer.out_proj",
     gate_up=("mixer.up_proj",),
     down="mixer.down_proj",
@@ -147,6 +168,10 @@ _OTHERS = {
     "gemma3_text": _GEMMA,
     "qwen2_moe": _QWEN_2_MOE,
     "qwen3_next": replace(_QWEN_2_MOE, ignored_prefixes=("mtp.",)),
+    "qwen3_5_text": _QWEN_3_5_ALONE,
+    "qwen3_5_moe_text": _QWEN_3_5_ALONE,
+    "qwen3_5": _QWEN_3_5_WITH_VISION,
+    "qwen3_5_moe": _QWEN_3_5_WITH_VISION,
     "nemotron_h": _NEMOTRON_H,
     "mixtral": _MIXTRAL,
     "gpt2": TensorNames(

@@ -21,8 +21,14 @@ from megatron_runtime.parallel.single_rank import SingleRank
 
 _EXPERTS = (".mlp.", ".feed_forward.", ".block_sparse_moe.", ".mixer.experts.", ".mixer.shared_experts.", ".mixer.gate")
 """What the names of the modules of experts contain, in a checkpoint or in transformers."""
-_RENAMED = (("model.language_model.", "language_model.model."), ("model.", "backbone."))
-"""The start of module names in transformers, where that of the names in a checkpoint is another one."""
+_RENAMED = (
+    ("model.language_model.", "language_model.model."),
+    ("model.layers.", "model.language_model.layers."),
+    ("model.", "backbone."),
+)
+"""The start of module names in transformers, where that of the names in a checkpoint is another one: in the class of
+the multimodal model, in that of its text model, or in the only class.
+"""
 Place = tuple[int, str]
 """The number of a layer, and the path of a linear module in it."""
 
@@ -119,8 +125,8 @@ def _matrices(owner: nn.Module, names: TensorNames) -> dict[str, Sequence[str]]:
     if isinstance(owner, FeedForward):
         return {"gate_up": names.gate_up, "down": (names.down,)}
     if isinstance(owner, GatedDeltaNet | Mamba2):
-        gates = {"gates": (names.recurrent_gates,)} if isinstance(owner, GatedDeltaNet) else {}
-        return {"inputs": (names.recurrent_inputs,), **gates, "output": (names.recurrent_output,)}
+        gates = {"gates": names.recurrent_gates} if isinstance(owner, GatedDeltaNet) else {}
+        return {"inputs": names.recurrent_inputs, **gates, "output": (names.recurrent_output,)}
     return {}
 
 

@@ -40,7 +40,8 @@ def _is_kept(name: str, shard: Shard, source: WeightSource, names: TensorNames) 
 
 def _fused(stem: str, names: TensorNames) -> Iterator[str]:
     """The tensors that are rows of the same matrix, or ``stem`` alone."""
-    together = (names.qkv, names.gate_up, names.expert_gate_up, names.shared_gate_up)
+    networks = (names.gate_up, names.expert_gate_up, names.shared_gate_up)
+    together = (names.qkv, names.recurrent_inputs, names.recurrent_gates, *networks)
     for fused in together:
         for own in fused:
             if stem.endswith(f".{own}"):

@@ -1,4 +1,4 @@
-"""Compiles the kernels for three generations of GPUs without one, and reports what their programs need.
+"""Compiles the kernels for several generations of GPUs without one, and reports what their programs need.
 
 A process of its own, because the tests interpret the kernels: ``python compile_ahead.py``. It prints a JSON object of
 the registers, the bytes of local memory (spills), and the bytes of shared memory of each kernel.
@@ -27,12 +27,19 @@ from megatron_runtime.gpu import (
     rows,
     sampling,
     sampling_kernels,
+    truncation,
+    truncation_kernels,
 )
 
 CAPABILITIES = (80, 90, 100)
+SMALLER = (86, 120)
+"""Those with less shared memory, for which only attention and the products of experts are compiled."""
 FLOATS = dict.fromkeys(("scale", "soft_cap", "eps", "multiplier", "magnitude", "alpha", "limit"), "fp32")
 STRIDES = ("block_stride", "head_stride")
-LIMITS = {"WINDOWED": True, "CHUNKED": True, "HAS_SINKS": True}
+TABLES = ("block_tables", "query_starts", "context_lengths")
+LIMITS: dict[str, dict[str, Any]] = {
+    kind: dict.fromkeys(("WINDOWED", "CHUNKED", "HAS_SINKS"), kind == "limited") for kind in ("plain", "limited")
+}
 RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 
@@ -43,26 +50,26 @@ Case = tuple[str, Any, dict[str, Any], dict[str, str], dict[str, int]]
 def attention_cases(capability: int) -> Iterator[Case]:
     """The kernels of attention, at the sizes of an 8B model and of wider heads."""
     splitting = {"SPLIT": attention.SPLIT, "MOST_SPLITS": attention.MOST_SPLITS}
-    for width in (128, 256):
-        common = {"HEADS": 32, "WIDTH": width, "WIDTH_PAD": width, "PAGE": 16} | LIMITS
+    for width, kind in ((128, "plain"), (64, "limited"), (128, "limited"), (256, "limited")):
+        common = {"HEADS": 32, "WIDTH": width, "WIDTH_PAD": width, "PAGE": 16} | LIMITS[kind]
         tiles, splits = (sizes(capability, width, 2) for sizes in (attention.tile_sizes, attention.split_sizes))
         group = {"GROUP": 4, "GROUP_PAD": 4, "CAPPED": False}
         pointers = dict.fromkeys(("output", "queries", "keys", "values"), "bf16") | {"sinks": "fp32"}
         yield (
-            f"attend_tiles {width}",
+            f"attend_tiles {width} {kind}",
             attention_kernels.attend_tiles,
             common | group | {"BLOCK_Q": tiles.rows // 4, "BLOCK_N": tiles.keys},
             pointers,
             {"num_warps": tiles.warps, "num_stages": tiles.stages},
         )
         yield (
-            f"attend_splits {width}",
+            f"attend_splits {width} {kind}",
             attention_kernels.attend_splits,
             common | group | {"GROUP_PAD": splits.rows, "BLOCK_N": splits.keys, "IS_WHOLE": False} | splitting,
             pointers | {"partial": "fp32", "log_sums": "fp32"},
             {"num_warps": splits.warps, "num_stages": splits.stages},
         )
-    merge = {"HEADS": 32, "WIDTH": 128, "WIDTH_PAD": 128} | splitting | LIMITS
+    merge = {"HEADS": 32, "WIDTH": 128, "WIDTH_PAD": 128} | splitting | LIMITS["limited"]
     pointers = {"output": "bf16", "partial": "fp32", "log_sums": "fp32", "sinks": "fp32"}
     yield "merge_splits", attention_kernels.merge_splits, merge, pointers, {"num_warps": 4}
     rotate = {"QUERY_HEADS": 32, "KV_HEADS": 8, "WIDTH": 128, "WIDTH_PAD": 128, "TURNED": 128, "PAGE": 16, "BLOCK_H": 8}
@@ -105,8 +112,6 @@ def sampling_cases() -> Iterator[Case]:
     yield "exclude_tokens", kernels.exclude_tokens, part, pointers, wide
     yield "scan_rows", kernels.scan_rows, part, pointers, wide
     yield "finish_scan", kernels.finish_scan, {"PARTS": 32}, pointers, {"num_warps": 1}
-    block, warps = {"BLOCK": sampling.TRUNCATION_BLOCK}, {"num_warps": sampling.TRUNCATION_WARPS}
-    yield "truncate_rows", kernels.truncate_rows, block, pointers, warps
     race = part | {"BLOCK": sampling.NOISE_BLOCK, "STREAM": sampling.NOISE_STREAM, "TRUNCATED": True}
     yield "race_tokens", kernels.race_tokens, race, pointers, wide
     yield "finish_race", kernels.finish_race, {"PARTS": 32}, pointers, {"num_warps": 1}
@@ -142,6 +147,30 @@ def expert_cases(capability: int) -> Iterator[Case]:
     yield "sum_visits", kernels.sum_visits, total, pointers, {"num_warps": 4}
 
 
+def truncation_cases() -> Iterator[Case]:
+    """The same for truncations."""
+    names = ("leasts", "logits", "tops", "temperatures", "sigmas", "top_ps", "min_ps")
+    pointers = dict.fromkeys((*names, "maxima", "floors", "candidates", "statistics"), "fp32") | {"top_ks": "i32"}
+    kernels, part = truncation_kernels, {"VOCABULARY_BLOCK": truncation.VOCABULARY_BLOCK, "PART": truncation.PART}
+    capacity, block = {"CAPACITY": truncation.CAPACITY}, {"BLOCK": truncation.BLOCK}
+    some, many = {"num_warps": truncation.PART_WARPS}, {"num_warps": truncation.WARPS}
+    yield "find_block_maxima", kernels.find_block_maxima, part, pointers, some
+    yield "find_floors", kernels.find_floors, block, pointers, many
+    yield "collect_candidates", kernels.collect_candidates, part | capacity, pointers, some
+    yield "truncate_rows", kernels.truncate_rows, {"PARTS": 32} | capacity | block, pointers, many
+
+
+def cases(capability: int) -> Iterator[Case]:
+    """All kernels."""
+    yield from attention_cases(capability)
+    yield from expert_cases(capability)
+    if capability in SMALLER:
+        return
+    yield from row_cases()
+    yield from sampling_cases()
+    yield from truncation_cases()
+
+
 def compiled(
     kernel: Any, constants: dict[str, Any], pointers: dict[str, str], options: dict[str, int], arch: int
 ) -> Any:
@@ -155,13 +184,19 @@ def compiled(
             kind = f"*{pointers[name]}"
         elif name in FLOATS:
             kind = FLOATS[name]
-        elif name in ("block_tables", "query_starts", "context_lengths"):
+        elif name in TABLES:
             kind = "*i32"
         if kind.startswith("*") or name in STRIDES:
             aligned[(place,)] = [["tt.divisibility", 16]]
         signature[name] = kind
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def numbers_of(kernel: Any, constants: dict[str, Any], pointers: dict[str, str]) -> list[str]:
+    """The numbers that are constants of the program when they are 1."""
+    others = {*constants, *pointers, *FLOATS, *STRIDES, *TABLES}
+    return [each.name for each in kernel.params if each.name not in others and not each.do_not_specialize]
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -182,11 +217,12 @@ def resources(cubin: bytes) -> dict[str, int]:
 def main() -> None:
     """Compile all and print the result."""
     found = {}
-    for arch in CAPABILITIES:
-        cases = (*attention_cases(arch), *row_cases(), *sampling_cases(), *expert_cases(arch))
-        for name, kernel, constants, pointers, options in cases:
+    for arch in (*CAPABILITIES, *SMALLER):
+        for name, kernel, constants, pointers, options in cases(arch):
             made = compiled(kernel, constants, pointers, options, arch)
             found[f"sm_{arch} {name}"] = resources(made.asm["cubin"]) | {"shared": made.metadata.shared}
+            if arch == 90 and (ones := numbers_of(kernel, constants, pointers)):
+                compiled(kernel, constants | dict.fromkeys(ones, 1), pointers, options, arch)
     print(json.dumps(found))
 
 

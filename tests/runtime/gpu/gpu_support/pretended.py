@@ -7,7 +7,9 @@ Streams, speed, and the memory of a device are not represented.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import inspect
+import pkgutil
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -307,7 +309,7 @@ def pretended_device() -> Iterator[PretendedDevice]:
             plain_launch(kernel, grid, plain_arguments, **constants)
 
     here = device
-    users = [module for module in _kernel_users() if hasattr(module, "launch")]
+    users = _kernel_users(plain_launch)
     without_driver = {"_lazy_init": lambda: None, "set_device": lambda _: None}
     replacing = without_driver | graph_functions(device)
     with patch.object(torch, "tensor", tensor), patch.multiple(torch.cuda, **replacing):
@@ -322,8 +324,9 @@ def pretended_device() -> Iterator[PretendedDevice]:
                 each.stop()
 
 
-def _kernel_users() -> list[Any]:
+def _kernel_users(launch: Any) -> list[Any]:
     """The modules that launch kernels."""
-    from megatron_runtime.gpu import attention, experts, rows, sampling
+    from megatron_runtime import gpu
 
-    return [attention, experts, rows, sampling]
+    names = (each.name for each in pkgutil.iter_modules(gpu.__path__, f"{gpu.__name__}."))
+    return [module for module in map(importlib.import_module, names) if getattr(module, "launch", None) is launch]
