@@ -139,7 +139,7 @@ def batch_of(sizes: Sizes, requests: int, context: int, new: int) -> ForwardBatc
     positions = torch.arange(context - new, context)
     slots = tables[:, positions // sizes.page].long() * sizes.page + positions % sizes.page
     parts = {
-        "tokens": torch.full((requests * new,), 65),
+        "tokens": torch.randint(0, sizes.vocabulary, (requests * new,), generator=torch.Generator().manual_seed(3)),
         "positions": positions.repeat(requests),
         "slots": slots.flatten(),
         "query_starts": torch.arange(0, requests * new + 1, new, dtype=torch.int32),

@@ -84,7 +84,7 @@ def make_decode_graphs(model: Decoder, context: DynamicInferenceContext) -> Deco
     sizes = graph_sizes(config, context.max_requests, context.max_tokens)
     if not sizes:
         return None
-    if (obstacle := _obstacle(model, context)) is None:
+    if (obstacle := capture_obstacle(model, context)) is None:
         return DecodeGraphs(model, context, sizes)
     if config.num_cuda_graphs == -1:
         _logger.info("every pass runs eagerly, without CUDA graphs: %s", obstacle)
@@ -96,7 +96,7 @@ def make_decode_graphs(model: Decoder, context: DynamicInferenceContext) -> Deco
     )
 
 
-def _obstacle(model: Decoder, context: DynamicInferenceContext) -> str | None:
+def capture_obstacle(model: Decoder, context: DynamicInferenceContext) -> str | None:
     """Why passes of this model can't be captured; None if they can."""
     if model.device.type != "cuda":
         return f"the model is on the device {model.device.type}"
@@ -106,8 +106,11 @@ def _obstacle(model: Decoder, context: DynamicInferenceContext) -> str | None:
         return "its attention has no kernel of this project, and PyTorch's depends on values on the host"
     if model.config.recurrent is not None:
         return "it has recurrent layers, whose computation is not captured"
-    if any(isinstance(module, Experts) for module in model.modules()):
-        return "the host has to know which experts a pass has chosen"
+    for module in model.modules():
+        if isinstance(module, Experts) and isinstance(obstacle := module.grouped(), str):
+            return f"the host has to know which experts a pass has chosen, because {obstacle}"
+    if context.config.moe_enable_routing_replay:
+        return "the host records which experts a pass has chosen"
     return None
 
 
