@@ -52,9 +52,8 @@ def one_layer(**changes: Any) -> Decoder:
 
 
 def captured_engine(model: Decoder, **config: Any) -> DynamicInferenceEngine:
-    """With graphs for 1 and 3 requests, and none with prompts."""
-    settings = {"num_cuda_graphs": -1, "max_requests": 3, "use_cuda_graphs_for_non_decode_steps": False}
-    return small_engine(on_gpu(model), **(settings | config))
+    """With graphs for 1 and 3 requests."""
+    return small_engine(on_gpu(model), **({"num_cuda_graphs": -1, "max_requests": 3} | config))
 
 
 LOG_PROBS = {"temperature": 0.7, "repetition_penalty": 1.3, "return_log_probs": True, "top_n_logprobs": 3}

@@ -38,7 +38,8 @@ def device() -> Iterator[PretendedDevice]:
 
 def captured_engine(model: Decoder, **config: Any) -> DynamicInferenceEngine:
     """With graphs of up to 32 tokens, for 1 and 3 requests."""
-    settings = {"num_cuda_graphs": -1, "max_requests": 3, "cuda_graph_max_tokens": 32}
+    settings: dict[str, Any] = {"num_cuda_graphs": -1, "max_requests": 3, "cuda_graph_max_tokens": 32}
+    settings["use_cuda_graphs_for_non_decode_steps"] = True
     return small_engine(on_gpu(model), **(settings | config))
 
 

@@ -73,7 +73,9 @@ def attention_cases(capability: int) -> Iterator[Case]:
     pointers = {"output": "bf16", "partial": "fp32", "log_sums": "fp32", "sinks": "fp32"}
     yield "merge_splits", attention_kernels.merge_splits, merge, pointers, {"num_warps": 4}
     rotate = {"QUERY_HEADS": 32, "KV_HEADS": 8, "WIDTH": 128, "WIDTH_PAD": 128, "TURNED": 128, "PAGE": 16, "BLOCK_H": 8}
-    pointers = dict.fromkeys(("rotated", "heads", "cosines", "sines", "keys", "values"), "bf16") | {"slots": "i64"}
+    pointers = dict.fromkeys(("rotated", "output", "heads", "cosines", "sines", "keys", "values"), "bf16") | {
+        "slots": "i64"
+    }
     yield "rotate_and_store", attention_kernels.rotate_and_store, rotate, pointers, {"num_warps": 4}
 
 
