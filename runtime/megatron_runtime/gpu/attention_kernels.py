@@ -291,8 +291,8 @@ def rotate_and_store(
     """Rotate queries and keys, and write keys and values into the cache.
 
     ``heads`` is [T, QUERY_HEADS + 2 * KV_HEADS, WIDTH]; ``rotated`` gets the queries. The first TURNED channels are
-    rotated, i with i + TURNED / 2; 0: none. A token whose slot is negative is not stored, but its ``output`` is 0: if no
-    request has it, nothing else writes that. Grid: [T, heads / BLOCK_H].
+    rotated, i with i + TURNED / 2; 0: none. A token whose slot is negative is not stored, but its ``output`` is 0: if
+    no request has it, nothing else writes that. Grid: [T, heads / BLOCK_H].
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
