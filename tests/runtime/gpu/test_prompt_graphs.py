@@ -13,11 +13,14 @@ from gpu_support.small_engine import LOWER_CASE, on_gpu, random_decoder, small_e
 
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engine.graph_sizes import GraphSize
+from megatron_runtime.model.config import ExpertsConfig
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.sampling_params import SamplingParams
 
 LENGTHS = {0: (3, 9), 2: (12, 4), 3: (7, 3), 5: (24, 3)}
 """By the step before which a request arrives: the tokens of its prompt, and of its answer."""
+
+EXPERTS = ExpertsConfig(count=8, per_token=2, intermediate_size=64)
 
 pytestmark = pytest.mark.usefixtures("device_guard")
 
@@ -85,6 +88,7 @@ CASES: dict[str, dict[str, Any]] = {
         "params": {"temperature": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 2},
         "model": {"num_layers": 2, "layer_windows": (8, None)},
     },
+    "experts": {"model": {"architecture": "mixtral", "experts": EXPERTS}},
     "grammar": {"params": {"temperature": 1.0, "grammar": LOWER_CASE, "ignore_eos": False}},
     "chunks and prefixes": {"config": {"max_tokens": 10, "enable_prefix_caching": True}},
     "drafts": {"params": {"logit_bias": {70: 50.0}}, "config": {"num_speculative_tokens": 1, "max_requests": 6}},
