@@ -7,7 +7,7 @@ import torch
 from megatron_runtime.config import KVCacheManagementMode
 from megatron_runtime.engine.batch_invariance import make_batch_invariant
 from megatron_runtime.engine.context import DynamicInferenceContext
-from megatron_runtime.engine.decode_graphs import capture_obstacle, make_decode_graphs
+from megatron_runtime.engine.pass_graphs import capture_obstacle, make_pass_graphs
 from megatron_runtime.engine.text_generation_controller import TextGenerationController
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.experts import Experts
@@ -23,7 +23,7 @@ class EngineMemory:
         context: The KV cache.
 
     Raises:
-        ConfigurationError: As `make_batch_invariant`, `make_decode_graphs` and `DecodeGraphs`.
+        ConfigurationError: As `make_batch_invariant`, `make_pass_graphs` and `PassGraphs`.
     """
 
     def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext) -> None:
@@ -32,10 +32,10 @@ class EngineMemory:
         self._batch_invariant = context.config.batch_invariant
         if self._batch_invariant:
             make_batch_invariant(controller.model, context.kv_cache)
-        self.graphs = make_decode_graphs(controller.model, context)
+        self.graphs = make_pass_graphs(controller.model, context)
         """None: every pass runs eagerly."""
         self.capture_stats: dict[str, float] | None = None
-        """Of the last capture, as from `DecodeGraphs.capture`."""
+        """Of the last capture, as from `PassGraphs.capture`."""
         self._capture()
 
     def release(self) -> None:

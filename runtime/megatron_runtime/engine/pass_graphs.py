@@ -74,7 +74,7 @@ def buffer_bytes(limits: ContextLimits, vocab_size: int) -> int:
     return 4 * limits.max_requests * (vocab_size + limits.max_blocks_per_sequence)
 
 
-def make_decode_graphs(model: Decoder, context: DynamicInferenceContext) -> DecodeGraphs | None:
+def make_pass_graphs(model: Decoder, context: DynamicInferenceContext) -> PassGraphs | None:
     """The graphs that the configuration of the context asks for, not captured yet; None for none.
 
     Raises:
@@ -85,7 +85,7 @@ def make_decode_graphs(model: Decoder, context: DynamicInferenceContext) -> Deco
     if not sizes:
         return None
     if (obstacle := capture_obstacle(model, context)) is None:
-        return DecodeGraphs(model, context, sizes)
+        return PassGraphs(model, context, sizes)
     if config.num_cuda_graphs == -1:
         _logger.info("every pass runs eagerly, without CUDA graphs: %s", obstacle)
         return None
@@ -114,7 +114,7 @@ def capture_obstacle(model: Decoder, context: DynamicInferenceContext) -> str | 
     return None
 
 
-class DecodeGraphs:
+class PassGraphs:
     """The graphs of one engine, and the tensors that they work on.
 
     Args:
