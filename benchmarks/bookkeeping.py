@@ -57,7 +57,7 @@ LIMITED = ("greedy", "sampled, streamed")
 
 
 class HostGraphs:
-    """Stands for DecodeGraphs: writes the inputs of a pass, and launches nothing."""
+    """Stands for PassGraphs: writes the inputs of a pass, and launches nothing."""
 
     def __init__(self, context: DynamicInferenceContext) -> None:
         self.sizes = [GraphSize(context.max_requests, context.max_requests)]
@@ -95,7 +95,7 @@ def make_engine(requests: int, params: dict[str, Any]) -> DynamicInferenceEngine
     context = DynamicInferenceContext(model.config, config)
     tokenizer = Tokenizer(byte_backend(), location="bytes", eod=END)
     graphs = HostGraphs(context)
-    with patch("megatron_runtime.engine.engine_memory.make_decode_graphs", return_value=graphs):
+    with patch("megatron_runtime.engine.engine_memory.make_pass_graphs", return_value=graphs):
         engine = DynamicInferenceEngine(InstantSampler(model, tokenizer), context)
     for number in range(requests):
         given = params | {"ignore_eos": True, "num_tokens_to_generate": LENGTH // 2, "seed": number}

@@ -2,11 +2,12 @@
 
 Kernels in every type against float64 or the CPU, the bits of a request in several batches, the engine's tokens against
 those of the CPU, and the memory that a suspended engine gives back. With random weights of a Llama-3.1-8B, the speed of
-passes as a share of what this device can do, the time of the engine's steps, and transformers beside it. Prints one
-table; exits with 1 if a result is wrong. Needs no network.
+passes as a share of what this device can do, the time of the engine's steps, and transformers beside it; and the speed
+of passes of a Qwen3-30B-A3B. Prints one table; exits with 1 if a result is wrong. Needs no network.
 
     python benchmarks/gpu.py                 # or: make gpu
     python benchmarks/gpu.py --dry-run       # or: make gpu-dry; toy sizes, on tensors that only say they are on a GPU
+    python benchmarks/gpu.py --only steps    # the checks with this word in their names
 """
 
 from __future__ import annotations
@@ -26,29 +27,34 @@ def main() -> int:
     """0, or 1 if a result is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="without a GPU: toy sizes, and times that say nothing")
-    is_dry: bool = parser.parse_args().dry_run
+    parser.add_argument("--only", default="", metavar="WORD", help="run the checks with this word in their names")
+    given = parser.parse_args()
+    is_dry: bool = given.dry_run
     sys.path[:0] = [str(TESTS), str(TESTS / "gpu")]  # their cases are also those of this program
     if is_dry:
         os.environ["TRITON_INTERPRET"] = "1"  # before the import of Triton
         with dry_device():
-            return report(is_dry)
+            return report(is_dry, given.only)
     import torch
 
     if not torch.cuda.is_available():
         print(f"error: PyTorch {torch.__version__} finds no GPU; use --dry-run without one", file=sys.stderr)
         return 1
-    return report(is_dry)
+    return report(is_dry, given.only)
 
 
-def report(is_dry: bool) -> int:
-    """Run all checks and measurements, and print them."""
-    from gpu_checks import correctness, engine_speed, speed, transformers_speed
+def report(is_dry: bool, word: str = "") -> int:
+    """Run all checks and measurements with this word in their names, and print them."""
+    from gpu_checks import correctness, engine_speed, mixtures, prompt_steps, speed, transformers_speed
     from gpu_checks.results import REAL, TOY, device_name, print_results, run
 
     sizes = TOY if is_dry else REAL
     print(f"device: {'none; this is a dry run, whose times say nothing' if is_dry else device_name()}\n")
-    results, rates = [*run(correctness.checks(sizes)), *run(speed.checks(sizes))], dict[int, float]()
-    results += [*run(engine_speed.checks(sizes, rates)), *run(transformers_speed.checks(sizes, rates))]
+    rates: dict[int, float] = {}
+    checks = [*correctness.checks(sizes), *mixtures.checks(sizes), *speed.checks(sizes), *prompt_steps.checks(sizes)]
+    checks += [*engine_speed.checks(sizes, rates), *transformers_speed.checks(sizes, rates)]
+    checks += mixtures.measurements(sizes)
+    results = [*run((name, check) for name, check in checks if word in name)]
     print_results(results)
     wrong = [result.name for result in results if result.is_wrong]
     if wrong:

@@ -51,7 +51,7 @@ def checks(sizes: Sizes) -> Iterator[Check]:
     yield "bits of a request in other batches", partial(check_bits, sizes.dtypes[-1])
     yield "bits of products with fixed rows", partial(check_products, sizes)
     yield "sampled tokens", partial(check_sampler, sizes.vocabulary)
-    yield "engine's tokens", check_engine
+    yield "engine's tokens", partial(check_engine, small_model())
 
 
 def compared(name: str, found: Tensor, expected: Tensor, dtype: torch.dtype) -> Result:
@@ -128,12 +128,12 @@ def check_sampler(vocabulary: int) -> Iterator[Result]:
     yield Result("sampled tokens", f"{differing} of {count} differ", "0", is_wrong=differing > 0)
 
 
-def small_model() -> Decoder:
+def small_model(**changes: Any) -> Decoder:
     """Two layers of random weights that make the most likely token unambiguous."""
     sizes: dict[str, Any] = {"vocab_size": END + 1, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_kv_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
     sizes |= {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False}
-    model = Decoder(ModelConfig(architecture="llama", **sizes), dtype=torch.float32)
+    model = Decoder(ModelConfig(**({"architecture": "llama"} | sizes | changes)), dtype=torch.float32)
     generator = torch.Generator().manual_seed(3)
     for weight in model.parameters():
         weight.data.fill_(1.0) if weight.dim() == 1 else weight.data.normal_(std=0.4, generator=generator)
@@ -173,12 +173,13 @@ def on_device(model: Decoder) -> Decoder:
     return there
 
 
-def check_engine() -> Iterator[Result]:
+def check_engine(model: Decoder, kind_of_model: str = "") -> Iterator[Result]:
     """Its tokens in float32, of eager passes and of CUDA graphs, against those of the CPU."""
-    model = small_model()
     for name, params in SAMPLERS.items():
         expected = generate(model, params)
         for kind, num_cuda_graphs in (("eager", 0), ("graphs", 1)):
             found = generate(on_device(model), params, num_cuda_graphs)
             words = "equal" if found == expected else f"{found} instead of {expected}"
-            yield Result(f"engine's tokens, {name}, {kind}", words, "those of the CPU", is_wrong=found != expected)
+            yield Result(
+                f"engine's tokens, {kind_of_model}{name}, {kind}", words, "those of the CPU", is_wrong=found != expected
+            )

@@ -105,6 +105,7 @@ def make_engine(model: Decoder, sizes: Sizes, load: Load) -> DynamicInferenceEng
         block_size_tokens=sizes.page,
         max_requests=max(load.batches),
         num_cuda_graphs=-1,
+        cuda_graph_max_tokens=sizes.graph_tokens,
     )
     return DynamicInferenceEngine.build(model, tokenizer, settings)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron_runtime.model.config import ExpertsConfig, RoutingConfig
 from peers.command_line import print_table
 
 DEVICE = torch.device("cuda")
@@ -50,6 +51,8 @@ class Sizes:
     """Of the checked kernels."""
     model: dict[str, Any]
     """Fields of ModelConfig."""
+    mixture: dict[str, Any]
+    """The same for a model with experts."""
     dtype: torch.dtype
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -67,9 +70,9 @@ class Sizes:
     step_requests: int = 31
     """These others."""
     max_requests: int = 256
-    """Of the engine of these steps."""
+    """Of their engine."""
     graph_tokens: int = 512
-    """Of its largest CUDA graph."""
+    """Of an engine's largest CUDA graph."""
     has_gpu: bool = True
     page: int = 16
 
@@ -88,9 +91,17 @@ _TINY = _LLAMA_8B | {
     **{"vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "head_dim": 8},
     **{"num_attention_heads": 4, "num_kv_heads": 2, "max_position_embeddings": 256},
 }
+_QWEN_3_30B_A3B = {
+    **{"architecture": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144},
+    **{"num_layers": 48, "num_attention_heads": 32, "num_kv_heads": 4, "head_dim": 128, "rope_theta": 1e6},
+    **{"max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "query_key_norm": "head"},
+    "experts": ExpertsConfig(128, 8, 768, RoutingConfig(normalize_weights=True)),
+}
+_TINY_MIXTURE = _TINY | {"architecture": "qwen3_moe", "query_key_norm": "head", "experts": ExpertsConfig(8, 2, 48)}
 REAL = Sizes(
     dtypes=(torch.float32, torch.float16, torch.bfloat16),
     model=_LLAMA_8B,
+    mixture=_QWEN_3_30B_A3B,
     dtype=torch.bfloat16,
     batches=(1, 8, 32, 128, 256),
     contexts=(1024, 8192),
@@ -104,6 +115,7 @@ REAL = Sizes(
 TOY = Sizes(
     dtypes=(torch.float16,),
     model=_TINY,
+    mixture=_TINY_MIXTURE,
     dtype=torch.float32,
     batches=(1, 2),
     contexts=(20,),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from gpu_checks import memory, steps
+from gpu_checks import memory
 from gpu_checks.results import DEVICE, Check, Result, Sizes
-from gpu_checks.timing import seconds
 from megatron_runtime.gpu.graphs import GraphRecorder
 from megatron_runtime.gpu.sampling import row_max
 from megatron_runtime.model.config import ModelConfig
@@ -30,7 +30,7 @@ def checks(sizes: Sizes) -> Iterator[Check]:
 
 @torch.inference_mode()
 def measure(sizes: Sizes) -> Iterator[Result]:
-    """Ceilings, the memory of a suspended engine, a prefill, decode passes, and steps with prompts."""
+    """Ceilings, the memory of a suspended engine, a prefill, and decode passes."""
     bandwidth, flops = copied_bytes_per_second(sizes), products_per_second(sizes)
     yield Result("ceiling: copy", f"{bandwidth / 1e9:.3g} GB/s read and written")
     yield Result("ceiling: matrix product", f"{flops / 1e12:.3g} TFLOP/s")
@@ -41,13 +41,31 @@ def measure(sizes: Sizes) -> Iterator[Result]:
     for context in sizes.contexts:
         for requests in sizes.batches:
             yield decode(model, sizes, requests, context, weights, bandwidth)
-    yield from steps.measure(model, sizes)
     fix_rows(model)
     for result in (
         prefill(model, sizes, weights, flops),
         *(decode(model, sizes, requests, sizes.contexts[0], weights, bandwidth) for requests in sizes.batches),
     ):
         yield replace(result, name=f"batch-invariant: {result.name}")
+
+
+def seconds(work: Callable[[], object], sizes: Sizes) -> float:
+    """Of one call, the fastest of several after a warm-up."""
+    work()
+    found = []
+    for _ in range(sizes.repeats):
+        wait(sizes)
+        start = time.perf_counter()
+        work()
+        wait(sizes)
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def wait(sizes: Sizes) -> None:
+    """Until the device has done all."""
+    if sizes.has_gpu:
+        torch.cuda.synchronize(DEVICE)
 
 
 def copied_bytes_per_second(sizes: Sizes) -> float:
@@ -121,7 +139,7 @@ def batch_of(sizes: Sizes, requests: int, context: int, new: int) -> ForwardBatc
     positions = torch.arange(context - new, context)
     slots = tables[:, positions // sizes.page].long() * sizes.page + positions % sizes.page
     parts = {
-        "tokens": torch.full((requests * new,), 65),
+        "tokens": torch.randint(0, sizes.vocabulary, (requests * new,), generator=torch.Generator().manual_seed(3)),
         "positions": positions.repeat(requests),
         "slots": slots.flatten(),
         "query_starts": torch.arange(0, requests * new + 1, new, dtype=torch.int32),

@@ -7,9 +7,10 @@ import torch
 from megatron_runtime.config import KVCacheManagementMode
 from megatron_runtime.engine.batch_invariance import make_batch_invariant
 from megatron_runtime.engine.context import DynamicInferenceContext
-from megatron_runtime.engine.decode_graphs import make_decode_graphs
+from megatron_runtime.engine.pass_graphs import capture_obstacle, make_pass_graphs
 from megatron_runtime.engine.text_generation_controller import TextGenerationController
 from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.experts import Experts
 from megatron_runtime.model.refit import Weights, offload_weights, restore_weights, update_weights
 from megatron_runtime.processes.allocator import return_freed_memory
 
@@ -22,7 +23,7 @@ class EngineMemory:
         context: The KV cache.
 
     Raises:
-        ConfigurationError: As `make_batch_invariant`, `make_decode_graphs` and `DecodeGraphs`.
+        ConfigurationError: As `make_batch_invariant`, `make_pass_graphs` and `PassGraphs`.
     """
 
     def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext) -> None:
@@ -31,10 +32,10 @@ class EngineMemory:
         self._batch_invariant = context.config.batch_invariant
         if self._batch_invariant:
             make_batch_invariant(controller.model, context.kv_cache)
-        self.graphs = make_decode_graphs(controller.model, context)
+        self.graphs = make_pass_graphs(controller.model, context)
         """None: every pass runs eagerly."""
         self.capture_stats: dict[str, float] | None = None
-        """Of the last capture, as from `DecodeGraphs.capture`."""
+        """Of the last capture, as from `PassGraphs.capture`."""
         self._capture()
 
     def release(self) -> None:
@@ -63,6 +64,10 @@ class EngineMemory:
         if self._context.config.offload_weights:
             for model in self._models:
                 restore_weights(model, self._context.device)
+        for model in self._models:
+            for module in model.modules():
+                if isinstance(module, Experts):
+                    module.find_weights_again()  # The owner of a live model may have moved them.
         for cache in self._context.caches:
             cache.restore()
         self._capture()
@@ -84,6 +89,8 @@ class EngineMemory:
         return [model] if draft is None or draft is model else [model, draft]
 
     def _capture(self) -> None:
-        """Unless the graphs have been kept."""
-        if self.graphs is not None and not self.graphs.sizes:
+        """Unless the graphs have been kept, or the weights of a live model permit none."""
+        if self.graphs is None or self.graphs.sizes:
+            return
+        if capture_obstacle(self._controller.model, self._context) is None:
             self.capture_stats = self.graphs.capture()

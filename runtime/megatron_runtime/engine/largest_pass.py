@@ -14,8 +14,8 @@ import torch
 from megatron_runtime.config import CUDA_SHARE, InferenceConfig
 from megatron_runtime.engine.context import LogProbRows
 from megatron_runtime.engine.context_limits import ContextLimits
-from megatron_runtime.engine.decode_graphs import buffer_bytes
 from megatron_runtime.engine.graph_sizes import graph_sizes
+from megatron_runtime.engine.pass_graphs import buffer_bytes
 from megatron_runtime.engine.sampling.exponential_noise import noise_keys
 from megatron_runtime.engine.sampling.filters.truncations import TopP
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_runtime.engine.context import DynamicInferenceContext
-from megatron_runtime.engine.decode_graphs import DecodeGraphs
 from megatron_runtime.engine.graph_sizes import GraphSize
+from megatron_runtime.engine.pass_graphs import PassGraphs
 from megatron_runtime.engine.sampling.gpu_sampler import row_parameters
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 from megatron_runtime.engine.scheduling.scheduler import Scheduler
@@ -67,7 +67,7 @@ class NextPass:
         scheduler: Of these sequences; one pass is in flight at a time.
     """
 
-    def __init__(self, graphs: DecodeGraphs, context: DynamicInferenceContext, scheduler: Scheduler) -> None:
+    def __init__(self, graphs: PassGraphs, context: DynamicInferenceContext, scheduler: Scheduler) -> None:
         self._graphs = graphs
         self._context = context
         self._scheduler = scheduler

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_runtime.engine.context import DynamicInferenceContext, LogProbRows
-from megatron_runtime.engine.decode_graphs import DecodeGraphs
 from megatron_runtime.engine.draft_model import DraftModel
 from megatron_runtime.engine.draft_rows import draft_rows
 from megatron_runtime.engine.graph_sizes import GraphSize
 from megatron_runtime.engine.next_pass import NextPass
+from megatron_runtime.engine.pass_graphs import PassGraphs
 from megatron_runtime.engine.request_book import RequestBook
 from megatron_runtime.engine.sampling.sampler import NO_TOKEN
 from megatron_runtime.engine.scheduling.scheduler import Schedule, Scheduler
@@ -56,7 +56,7 @@ class PassRunner:
         context: DynamicInferenceContext,
         scheduler: Scheduler,
         requests: RequestBook,
-        graphs: DecodeGraphs | None = None,
+        graphs: PassGraphs | None = None,
     ) -> None:
         self._controller = controller
         self._context = context

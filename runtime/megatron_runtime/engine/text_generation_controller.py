@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_runtime.engine.context import LogProbRows
-from megatron_runtime.engine.decode_graphs import CapturedPass
 from megatron_runtime.engine.inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.engine.packed_arrays import on_host
+from megatron_runtime.engine.pass_graphs import CapturedPass
 from megatron_runtime.engine.sampling.log_probs import LogProbs, log_probs
 from megatron_runtime.engine.sampling.sampler import TokenSampler, make_sampler
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules

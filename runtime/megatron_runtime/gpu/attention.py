@@ -126,8 +126,7 @@ def attend(
         soft_cap: As in AttentionPlan, also ``sinks`` and ``is_chunked``.
     """
     limits = ScoreLimits(window, soft_cap, sinks, is_chunked)
-    queries = _rotate_and_store(heads, rotation, cache, batch.slots)
-    output = torch.empty_like(queries)
+    queries, output = _rotate_and_store(heads, rotation, cache, batch.slots)
     if len(queries) > len(batch.context_lengths):
         _attend_tiles(output, queries, cache, batch, limits)
     _attend_splits(output, queries, cache, batch, limits)
@@ -136,16 +135,18 @@ def attend(
 
 def _rotate_and_store(
     heads: Tensor, rotation: tuple[Tensor, Tensor] | None, cache: tuple[Tensor, ...], slots: Tensor
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
+    """The queries, and a tensor for their outputs, where tokens of padding have 0: they differ in nothing, so that they
+    choose the same experts."""
     keys, values = cache
     kv_heads, page, width = keys.shape[1:]
     query_heads = heads.shape[1] - 2 * kv_heads
-    queries = heads.new_empty(len(heads), query_heads, width)
+    queries, output = (heads.new_empty(len(heads), query_heads, width) for _ in range(2))
     cosines, sines = (heads, heads) if rotation is None else rotation
     launch(
         rotate_and_store,
         (len(heads), -(-heads.shape[1] // HEADS_TOGETHER)),
-        (queries, heads, cosines, sines, slots, keys, values, keys.stride(0), keys.stride(1)),
+        (queries, output, heads, cosines, sines, slots, keys, values, keys.stride(0), keys.stride(1)),
         QUERY_HEADS=query_heads,
         KV_HEADS=kv_heads,
         WIDTH=width,
@@ -154,7 +155,7 @@ def _rotate_and_store(
         PAGE=page,
         BLOCK_H=HEADS_TOGETHER,
     )
-    return queries
+    return queries, output
 
 
 def _attend_tiles(

@@ -284,14 +284,15 @@ def merge_splits(
 
 @triton.jit
 def rotate_and_store(
-    rotated, heads, cosines, sines, slots, keys, values, block_stride, head_stride,
+    rotated, output, heads, cosines, sines, slots, keys, values, block_stride, head_stride,
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
     TURNED: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Rotate queries and keys, and write keys and values into the cache.
 
     ``heads`` is [T, QUERY_HEADS + 2 * KV_HEADS, WIDTH]; ``rotated`` gets the queries. The first TURNED channels are
-    rotated, i with i + TURNED / 2; 0: none. A token whose slot is negative is not stored. Grid: [T, heads / BLOCK_H].
+    rotated, i with i + TURNED / 2; 0: none. A token whose slot is negative is not stored, but its ``output`` is 0: if
+    no request has it, nothing else writes that. Grid: [T, heads / BLOCK_H].
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -312,8 +313,8 @@ def rotate_and_store(
         product = given.to(tl.float32) * cosine[None, :] + other * (sign * sine)[None, :]
         turned = tl.where(is_turned, product.to(given.dtype), given)
     is_query = (head < QUERY_HEADS)[:, None]
-    target = rotated + (token * QUERY_HEADS + head)[:, None] * WIDTH + channel[None, :]
-    tl.store(target, turned, mask=exists & is_query)
+    target = (token * QUERY_HEADS + head)[:, None] * WIDTH + channel[None, :]
+    tl.store(rotated + target, turned, mask=exists & is_query)
     slot = tl.load(slots + token)
     if slot >= 0:
         kv_head = (head - QUERY_HEADS) % KV_HEADS
@@ -322,3 +323,5 @@ def rotate_and_store(
         is_value = (head >= QUERY_HEADS + KV_HEADS)[:, None]
         tl.store(keys + place, turned.to(keys.dtype.element_ty), mask=exists & ~is_query & ~is_value)
         tl.store(values + place, given.to(values.dtype.element_ty), mask=exists & is_value)
+    else:
+        tl.store(output + target, tl.zeros_like(given), mask=exists & is_query)

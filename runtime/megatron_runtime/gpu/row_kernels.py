@@ -9,6 +9,7 @@ RMS = tl.constexpr(0)
 RMS_PLUS_ONE = tl.constexpr(1)
 SILU = tl.constexpr(0)
 GELU = tl.constexpr(1)
+RELU_SQUARED = tl.constexpr(3)
 HALF_ROOT = tl.constexpr(0.7071067811865476)
 """The square root of a half."""
 TANH_SCALE = tl.constexpr(-1.5957691216057308)
@@ -51,25 +52,60 @@ def normalize_rows(
 
 
 @triton.jit
+def normalize_heads(
+    heads, query_weight, key_weight, eps,
+    QUERY_HEADS: tl.constexpr, NORMALIZED: tl.constexpr, ALL: tl.constexpr, WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr, KIND: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """RMS or RMS_PLUS_ONE, as in `normalize_rows`, of the first NORMALIZED of ALL heads of each token, in place.
+
+    ``heads`` is [T, ALL, WIDTH]; the first QUERY_HEADS have another weight than the others. Grid: [T, NORMALIZED /
+    BLOCK_H].
+    """
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    channel = tl.arange(0, WIDTH_PAD)
+    exists = (head < NORMALIZED)[:, None] & (channel < WIDTH)[None, :]
+    place = (tl.program_id(0).to(tl.int64) * ALL + head)[:, None] * WIDTH + channel[None, :]
+    given = tl.load(heads + place, mask=exists, other=0.0)
+    wide = given.to(tl.float32)
+    query_factor = tl.load(query_weight + channel, mask=channel < WIDTH, other=0.0).to(tl.float32)
+    key_factor = tl.load(key_weight + channel, mask=channel < WIDTH, other=0.0).to(tl.float32)
+    factor = tl.where((head < QUERY_HEADS)[:, None], query_factor[None, :], key_factor[None, :])
+    scaled = wide * (1.0 / tl.sqrt_rn(tl.sum(wide * wide, 1) / WIDTH + eps))[:, None]
+    if KIND == RMS:
+        scaled = scaled.to(given.dtype).to(tl.float32)
+    else:
+        factor += 1.0
+    tl.store(heads + place, (scaled * factor).to(given.dtype), mask=exists)
+
+
+@triton.jit
+def activated(wide, ACTIVATION: tl.constexpr):
+    """The activation of float32 values: SILU, GELU, RELU_SQUARED, or the approximation of GELU by a hyperbolic tangent
+    (Hendrycks and Gimpel).
+    """
+    if ACTIVATION == SILU:
+        return wide / (1.0 + tl.exp(-wide))
+    if ACTIVATION == GELU:
+        return 0.5 * wide * (1.0 + tl.erf(wide * HALF_ROOT))
+    if ACTIVATION == RELU_SQUARED:
+        return tl.where(wide <= 0.0, 0.0, wide * wide)
+    # (1 + tanh(z)) / 2 is the logistic function of 2 z.
+    return wide / (1.0 + tl.exp((wide + 0.044715 * wide * wide * wide) * TANH_SCALE))
+
+
+@triton.jit
 def gate_rows(output, gates_and_values, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
     """``activation(gate) * value`` of rows with SIZE gates and then SIZE values. Grid: [rows, SIZE / BLOCK].
 
-    The activation is SILU, GELU, or its approximation by a hyperbolic tangent (Hendrycks and Gimpel).
+    The activation is one of `activated`.
     """
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = channel < SIZE
     gate = tl.load(gates_and_values + row * 2 * SIZE + channel, mask=exists, other=0.0)
     value = tl.load(gates_and_values + row * 2 * SIZE + SIZE + channel, mask=exists, other=0.0)
-    wide = gate.to(tl.float32)
-    if ACTIVATION == SILU:
-        opened = wide / (1.0 + tl.exp(-wide))
-    elif ACTIVATION == GELU:
-        opened = 0.5 * wide * (1.0 + tl.erf(wide * HALF_ROOT))
-    else:
-        # (1 + tanh(z)) / 2 is the logistic function of 2 z.
-        opened = wide / (1.0 + tl.exp((wide + 0.044715 * wide * wide * wide) * TANH_SCALE))
-    opened = opened.to(gate.dtype).to(tl.float32)
+    opened = activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype).to(tl.float32)
     tl.store(output + row * SIZE + channel, (opened * value.to(tl.float32)).to(output.dtype.element_ty), mask=exists)
 
 

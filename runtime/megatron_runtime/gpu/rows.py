@@ -6,16 +6,25 @@ import torch
 from torch import Tensor
 
 from megatron_runtime.gpu.launch import launch, power_of_two
-from megatron_runtime.gpu.row_kernels import choose_tokens, gate_rows, look_up_rows, normalize_rows, turn_positions
+from megatron_runtime.gpu.row_kernels import (
+    choose_tokens,
+    gate_rows,
+    look_up_rows,
+    normalize_heads,
+    normalize_rows,
+    turn_positions,
+)
 
 GATE_BLOCK = 1024
 TOKEN_BLOCK = 256
 CHANNELS_PER_WARP = 512
 MOST_WARPS = 16
+HEADS_TOGETHER = 8
+"""Heads that one program normalizes."""
 NORMS = {"rms": 0, "rms_plus_one": 1, "layer": 2}
 """The numbers of the kinds of `normalize_rows`."""
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
-"""The numbers of the activations of `gate_rows`."""
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu_squared": 3}
+"""The numbers of the activations of `activated`."""
 
 
 def normalize(rows: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kind: str) -> Tensor:
@@ -60,6 +69,34 @@ def _normalize(
         KIND=NORMS[kind],
         ADDS=adds,
         num_warps=warps_for(size),
+    )
+
+
+def normalize_heads_(
+    heads: Tensor, counts: tuple[int, int], weights: tuple[Tensor, Tensor], eps: float, kind: str
+) -> None:
+    """Normalize queries and keys, each over its own channels, in place.
+
+    Args:
+        heads: [T, heads, width], contiguous: queries, keys, and others.
+        counts: Numbers of queries and of keys.
+        weights: Of queries and of keys, each [width].
+        eps: Added to the mean of the squares.
+        kind: "rms" or "rms_plus_one".
+    """
+    queries, keys = counts
+    tokens, every, width = heads.shape
+    launch(
+        normalize_heads,
+        (tokens, -(-(queries + keys) // HEADS_TOGETHER)),
+        (heads, *weights, eps),
+        QUERY_HEADS=queries,
+        NORMALIZED=queries + keys,
+        ALL=every,
+        WIDTH=width,
+        WIDTH_PAD=power_of_two(width),
+        KIND=NORMS[kind],
+        BLOCK_H=HEADS_TOGETHER,
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron_runtime.model.attention import plan_attention
 from megatron_runtime.model.decoder_layer import DecoderLayer, SingleMixerLayer
 from megatron_runtime.model.embedding import Embedding
+from megatron_runtime.model.experts import Experts
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kernels.row_kernels import has_row_kernels
 from megatron_runtime.model.kv_cache import KVCache
@@ -77,10 +78,18 @@ def _use_row_kernels(modules: Iterable[nn.Module], cache: KVCache) -> None:
             use(type(module), len(module.weight), module)
         elif isinstance(module, FeedForward):
             use(FeedForward, len(module.gate_up.weight), module.combine)
+        elif isinstance(module, SelfAttention) and not module.norms_whole_projection:
+            use(SelfAttention, sum(module.heads) * module.head_dim, partial(_normalize_heads, module))
+        elif isinstance(module, Experts):
+            use(Experts, module.hidden_size, module.use_kernels)
 
 
 def _add_and_normalize(norm: Norm, rows: Tensor) -> None:
     add_and_normalize(rows, rows, 1.0, norm)
+
+
+def _normalize_heads(attention: SelfAttention, rows: Tensor) -> None:
+    attention.normalized(rows.view(1, -1, attention.head_dim))
 
 
 def _attend(batch: ForwardBatch, layers: Iterable[tuple[int, nn.Module]], positions: Positions, cache: KVCache) -> None:

@@ -125,6 +125,22 @@ def add_and_normalize(
     return hidden, norm(hidden)
 
 
+def normalize_heads(heads: Tensor, counts: tuple[int, int, int], query_norm: Norm, key_norm: Norm) -> Tensor:
+    """Normalize each query and key over its own channels: [T, heads, width] to the same.
+
+    ``counts`` are the numbers of queries, keys and values; on a GPU ``heads`` may be changed.
+    """
+    kind = _NAMES.get(type(query_norm), "")
+    if kind.startswith("rms") and len(query_norm.weight) == heads.shape[-1] and has_gpu_row_kernels(heads):
+        from megatron_runtime.gpu import rows
+
+        assert isinstance(query_norm, RMSNorm)
+        rows.normalize_heads_(heads, counts[:2], (query_norm.weight, key_norm.weight), query_norm.eps, kind)
+        return heads
+    queries, keys, values = torch.split(heads, list(counts), dim=1)
+    return torch.cat((query_norm(queries), key_norm(keys), values), 1)
+
+
 def _on_gpu(norm: Norm, inputs: Tensor) -> Tensor:
     from megatron_runtime.gpu import rows  # Triton is not needed on other devices.
 

@@ -12,7 +12,7 @@ from megatron_runtime.model.attention import AttentionPlan
 from megatron_runtime.model.kernels.row_kernels import gated_sigmoid
 from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.layers import Linear
-from megatron_runtime.model.norms import LayerNormWithoutBias, Norm, make_norm
+from megatron_runtime.model.norms import LayerNormWithoutBias, Norm, make_norm, normalize_heads
 from megatron_runtime.model.positions import LayerPositions
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.ranks import Ranks
@@ -78,18 +78,14 @@ class SelfAttention(nn.Module):
             pairs, others = heads.split((2 * self.heads[0], 2 * self.heads[1]), dim=1)
             queries, gates = pairs.unflatten(1, (-1, 2)).unbind(2)
             heads = torch.cat((queries, others), 1)
-        if self.query_norm is not None and self.key_norm is not None:
-            queries, keys, values = heads.split(self.heads, dim=1)
-            heads = torch.cat(
-                (self._normalize(self.query_norm, queries), self._normalize(self.key_norm, keys), values), 1
-            )
+        heads = self.normalized(heads)
         turned = heads[:, : -self.heads[2]]
         if self.unweighted_eps is not None:
             # The rotation does not change the norm, so the order of both does not matter.
             turned.copy_(functional.rms_norm(turned.float(), (self.head_dim,), eps=self.unweighted_eps))
         if self.is_interleaved:
             # The kernels rotate the channels of the first half with those of the second one.
-            pairs = turned[..., : self.rotary_dim].unflatten(-1, (-1, 2))
+            pairs = torch.unflatten(turned[..., : self.rotary_dim], -1, (-1, 2))
             turned[..., : self.rotary_dim] = pairs.transpose(-1, -2).flatten(-2)
         if self.clip is not None:
             heads = heads.clamp(-self.clip, self.clip)
@@ -105,6 +101,12 @@ class SelfAttention(nn.Module):
         projected: Tensor = self.output(seen.flatten(1))
         return projected
 
-    def _normalize(self, norm: Norm, heads: Tensor) -> Tensor:
-        normalized: Tensor = norm(heads.flatten(1) if self.norms_whole_projection else heads)
-        return normalized.view(heads.shape)
+    def normalized(self, heads: Tensor) -> Tensor:
+        """Heads [T, heads, head_dim] with the norms of queries and keys, if there are any; may change ``heads``."""
+        if self.query_norm is None or self.key_norm is None:
+            return heads
+        if not self.norms_whole_projection:
+            return normalize_heads(heads, self.heads, self.query_norm, self.key_norm)
+        queries, keys, values = torch.split(heads, list(self.heads), dim=1)
+        normed = (norm(part.flatten(1)) for norm, part in ((self.query_norm, queries), (self.key_norm, keys)))
+        return torch.cat([*(each.view(len(heads), -1, self.head_dim) for each in normed), values], 1)

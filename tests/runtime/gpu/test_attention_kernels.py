@@ -107,6 +107,24 @@ def test_long_contexts_have_longer_splits(window: int | None, monkeypatch: pytes
     assert (seen.double() - expected).norm() / expected.norm() < 5e-6
 
 
+def test_tokens_and_requests_of_padding_change_nothing_and_have_no_output() -> None:
+    """As in CUDA graphs: tokens without a request, which are not stored, and requests without a token."""
+    case = PagedCase.random(MIXED, (4, 2), 64, 16, torch.float32, turned=0)
+    expected, count = case.attend(None, None), len(case.slots)
+    cache = (case.cache[0].clone(), case.cache[1].clone())
+    slots = torch.cat((case.slots, torch.full((7,), -1)))
+    starts = torch.cat((case.query_starts, torch.full((3,), count, dtype=torch.int32)))
+    lengths = torch.tensor([*(length for length, _ in MIXED), 1, 1, 1], dtype=torch.int32)
+    tables = torch.cat((case.tables, torch.zeros(3, case.tables.shape[1], dtype=torch.int32)))
+    batch = attention.PagedBatch(slots, starts, lengths, tables)
+    heads = torch.cat((case.heads, torch.randn(7, *case.heads.shape[1:])))
+    found = attention.attend(heads, None, cache, batch, None, None)
+    assert torch.equal(found[:count], expected)
+    assert torch.equal(found[count:], torch.zeros(7, 4, 64))
+    for array, before in zip(cache, case.cache, strict=True):
+        assert torch.equal(array.nan_to_num(9), before.nan_to_num(9))
+
+
 def test_the_bits_of_a_request_do_not_depend_on_its_batch() -> None:
     """Alone, beside a context with more splits, and beside prompts."""
     alone = PagedCase.random(((90, 1),), (4, 2), 64, 16, torch.float16)

@@ -54,7 +54,11 @@ def test_all_products_of_the_engine_have_fixed_rows(
     rows_of_products.clear()
     with pretended_device() as device:
         engine = small_engine(
-            on_gpu(model), batch_invariant=True, num_cuda_graphs=num_cuda_graphs, cuda_graph_max_tokens=14
+            on_gpu(model),
+            batch_invariant=True,
+            num_cuda_graphs=num_cuda_graphs,
+            cuda_graph_max_tokens=14,
+            use_cuda_graphs_for_non_decode_steps=True,
         )
         assert generate(engine, {}, lengths=(4, 3)) == expected
     assert set(rows_of_products) == {ROWS}

@@ -52,9 +52,8 @@ def one_layer(**changes: Any) -> Decoder:
 
 
 def captured_engine(model: Decoder, **config: Any) -> DynamicInferenceEngine:
-    """With graphs for 1 and 3 requests, and none with prompts."""
-    settings = {"num_cuda_graphs": -1, "max_requests": 3, "use_cuda_graphs_for_non_decode_steps": False}
-    return small_engine(on_gpu(model), **(settings | config))
+    """With graphs for 1 and 3 requests."""
+    return small_engine(on_gpu(model), **({"num_cuda_graphs": -1, "max_requests": 3} | config))
 
 
 LOG_PROBS = {"temperature": 0.7, "repetition_penalty": 1.3, "return_log_probs": True, "top_n_logprobs": 3}
@@ -284,7 +283,10 @@ EXPERTS = ExpertsConfig(count=8, per_token=2, intermediate_size=64)
 
 def test_a_number_of_graphs_that_is_not_possible_is_refused(device: PretendedDevice) -> None:
     experts = one_layer(architecture="mixtral", experts=EXPERTS)
-    refused = {"the host has to know which experts": on_gpu(experts), "the device cpu": one_layer()}
+    scattered = on_gpu(experts)
+    matrix = scattered.layers[0].feed_forward.networks[3].down.weight
+    matrix.data = matrix.data.t().contiguous().t()
+    refused = {"the host has to know .* not contiguous": scattered, "the device cpu": one_layer()}
     for reason, model in refused.items():
         with pytest.raises(ConfigurationError, match=f"^num_cuda_graphs=2: .*{reason}.*; leave it out, or") as refusal:
             small_engine(model, num_cuda_graphs=2)

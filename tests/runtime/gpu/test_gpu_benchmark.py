@@ -38,9 +38,12 @@ def test_the_dry_run_goes_through_all_checks_and_finds_nothing_wrong(
         "sampled tokens",
         "engine's tokens, all samplers, eager",
         "engine's tokens, all samplers, graphs",
+        "engine's tokens, experts, greedy, graphs",
+        "experts: clamped gates",
+        "experts: decode, batch 2",
+        "visits by expert",
         "decode, batch 2",
         "bits of products",
-        "capture of CUDA graphs",
         "step, prompt of 16 tokens",
         "step, prompt of 8 tokens beside 2 requests of context 20",
         "batch-invariant: decode, batch 2",
@@ -73,6 +76,12 @@ def test_a_peer_that_can_not_be_measured_is_no_wrong_result(monkeypatch: pytest.
     assert found() == ["not measured: -1 s have passed"] * 3
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert found() == ["not measured: it is not installed; pip install transformers"]
+
+
+def test_some_checks_can_be_run_alone(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pretended_device():
+        assert program.report(is_dry=True, word="bits of products") == 0
+    assert capsys.readouterr().out.count("| ok |") == 1
 
 
 @pytest.mark.usefixtures("program")

@@ -25,7 +25,9 @@ def device() -> Iterator[PretendedDevice]:
 
 def captured_engine(**config: Any) -> DynamicInferenceEngine:
     """With graphs for up to 4 requests and 16 tokens; a model of one layer."""
-    return small_engine(on_gpu(random_decoder(num_layers=1)), **({"num_cuda_graphs": -1, "cuda_graph_max_tokens": 16} | config))
+    return small_engine(
+        on_gpu(random_decoder(num_layers=1)), **({"num_cuda_graphs": -1, "cuda_graph_max_tokens": 16} | config)
+    )
 
 
 def add(engine: DynamicInferenceEngine, number: int, length: int, **params: Any) -> Any:

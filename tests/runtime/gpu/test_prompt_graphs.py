@@ -13,11 +13,14 @@ from gpu_support.small_engine import LOWER_CASE, on_gpu, random_decoder, small_e
 
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engine.graph_sizes import GraphSize
+from megatron_runtime.model.config import ExpertsConfig
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.sampling_params import SamplingParams
 
 LENGTHS = {0: (3, 9), 2: (12, 4), 3: (7, 3), 5: (24, 3)}
 """By the step before which a request arrives: the tokens of its prompt, and of its answer."""
+
+EXPERTS = ExpertsConfig(count=8, per_token=2, intermediate_size=64)
 
 pytestmark = pytest.mark.usefixtures("device_guard")
 
@@ -38,7 +41,8 @@ def device() -> Iterator[PretendedDevice]:
 
 def captured_engine(model: Decoder, **config: Any) -> DynamicInferenceEngine:
     """With graphs of up to 32 tokens, for 1 and 3 requests."""
-    settings = {"num_cuda_graphs": -1, "max_requests": 3, "cuda_graph_max_tokens": 32}
+    settings: dict[str, Any] = {"num_cuda_graphs": -1, "max_requests": 3, "cuda_graph_max_tokens": 32}
+    settings["use_cuda_graphs_for_non_decode_steps"] = True
     return small_engine(on_gpu(model), **(settings | config))
 
 
@@ -84,6 +88,7 @@ CASES: dict[str, dict[str, Any]] = {
         "params": {"temperature": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 2},
         "model": {"num_layers": 2, "layer_windows": (8, None)},
     },
+    "experts": {"model": {"architecture": "mixtral", "experts": EXPERTS}},
     "grammar": {"params": {"temperature": 1.0, "grammar": LOWER_CASE, "ignore_eos": False}},
     "chunks and prefixes": {"config": {"max_tokens": 10, "enable_prefix_caching": True}},
     "drafts": {"params": {"logit_bias": {70: 50.0}}, "config": {"num_speculative_tokens": 1, "max_requests": 6}},

@@ -58,6 +58,20 @@ def test_a_norm_of_a_view_of_some_heads_is_that_of_these_heads() -> None:
     assert torch.equal(part, whole[:, 1:3])
 
 
+@DTYPES
+@pytest.mark.parametrize("kind", ["rms", "rms_plus_one"])
+def test_queries_and_keys_have_the_norms_of_single_rows(kind: str, dtype: torch.dtype) -> None:
+    """And the values stay."""
+    heads, weights = random(3, 14, 24).to(dtype), (random(24, seed=6).to(dtype), random(24, seed=7).to(dtype))
+    queries, keys, values = heads.clone().split((9, 3, 2), dim=1)
+    rows.normalize_heads_(heads, (9, 3), weights, 1e-5, kind)
+    normed = [
+        rows.normalize(part, weight, None, 1e-5, kind) for part, weight in zip((queries, keys), weights, strict=True)
+    ]
+    tolerance = 1e-6 if dtype is torch.float32 else 2e-3
+    assert torch.allclose(heads, torch.cat((*normed, values), 1), rtol=tolerance, atol=tolerance)
+
+
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -66,7 +80,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @DTYPES
-@pytest.mark.parametrize("activation", rows.ACTIVATIONS)
+@pytest.mark.parametrize("activation", GATES)
 @pytest.mark.parametrize("size", [64, rows.GATE_BLOCK + 3])
 def test_a_gate_equals_that_of_float64(size: int, activation: str, dtype: torch.dtype) -> None:
     given = random(2, 2 * size, scale=4).to(dtype)

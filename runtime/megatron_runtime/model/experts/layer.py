@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Self
+
 import torch
 from torch import Tensor, nn
 
 from megatron_runtime.model.config import ExpertsConfig
+from megatron_runtime.model.experts.grouped import group_networks
 from megatron_runtime.model.experts.routing import Routing, make_router
 from megatron_runtime.model.experts.shared import SharedExpert
+from megatron_runtime.model.kernels.row_kernels import has_gpu_row_kernels
 from megatron_runtime.model.layers import FeedForward
 from megatron_runtime.model.routing_tape import RoutingTape
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.ranks import Ranks
 
+if TYPE_CHECKING:
+    from megatron_runtime.gpu.experts import ExpertNetworks
+
 
 class Experts(nn.Module):
     """Replaces a `FeedForward`: the weighted sum of a token's selected experts, and the shared expert.
 
-    Tokens are sorted by expert, so that each expert runs once per pass. A rank holds some of the experts, or a slice of
-    each, and returns its part of their sum. All ranks select the same experts. Copies of the dense layers may differ in
-    the last bits on different processors, so then one rank selects for all.
+    Tokens are sorted by expert, so that each expert runs once per pass; on a GPU all of them run together. A rank holds
+    some of the experts, or a slice of each, and returns its part of their sum. All ranks select the same experts.
+    Copies of the dense layers may differ in the last bits on different processors, so then one rank selects for all.
     """
+
+    rows_together: int | None = None
+    """Not None: on a GPU the bits of a token's result do not depend on the number of tokens, as in `products.linear`"""
 
     def __init__(self, shard: Shard, experts: ExpertsConfig, dtype: torch.dtype, ranks: Ranks) -> None:
         super().__init__()
         config = shard.config
+        self.hidden_size = config.hidden_size
         self.per_token = experts.per_token
         self.count = experts.count
         self.weights_inputs = experts.routing.weights_inputs
@@ -32,18 +45,62 @@ class Experts(nn.Module):
         self.router = make_router(config.hidden_size, experts, dtype)
         self.ranks = ranks
         channels, adds_bias = len(shard.expert_channels(experts)), shard.position.expert_slice == 0
-        self.networks = nn.ModuleList(FeedForward(config, channels, dtype, adds_bias=adds_bias) for _ in self.here)
+        self._make_network = partial(FeedForward, config, channels, dtype, adds_bias=adds_bias)
+        self.networks = nn.ModuleList(self._make_network() for _ in self.here)
         self.shared = SharedExpert(shard, experts, dtype) if experts.shared_intermediate_size else None
+        self._grouped: ExpertNetworks | str | None = None
 
     def forward(self, hidden: Tensor, tape: RoutingTape | None = None) -> Tensor:
         """[T, hidden] to [T, hidden]; ``tape`` has the choices to replay, and records them."""
         chosen = self._process_chosen(hidden, tape)
         return chosen if self.shared is None else chosen + self.shared(hidden)
 
+    def grouped(self) -> ExpertNetworks | str:
+        """The networks for the kernels of `gpu.experts`, or why a pass has to wait until the host knows the choices."""
+        if self._grouped is None:
+            self._grouped = group_networks(list(self.networks))
+        return self._grouped
+
+    def use_kernels(self, hidden: Tensor) -> None:
+        """Launch the kernels of all numbers of tokens on [1, hidden], which is on a GPU, with other weights."""
+        from megatron_runtime.gpu import experts  # Triton is not needed on other devices.
+
+        with hidden.device:
+            network = self._make_network()
+        for weight in network.parameters():
+            weight.zero_()
+        networks = group_networks([network] * len(self.here))
+        if isinstance(networks, str):
+            return
+        logits = torch.zeros(1, self.count, dtype=self.router.dtype, device=hidden.device)
+        replayed = torch.full((1, self.per_token), -1, dtype=torch.int64, device=hidden.device)
+        self.router.choose_on_gpu(logits, replayed)
+        routing = self.router.choose_on_gpu(logits, None)
+        experts.use_kernels(hidden, routing, networks, self.here.start, weights_inputs=self.weights_inputs)
+
+    def find_weights_again(self) -> None:
+        """To be called after the memory of the weights has moved other than by methods of a Module."""
+        self._grouped = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.find_weights_again()
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
     def _process_chosen(self, hidden: Tensor, tape: RoutingTape | None) -> Tensor:
         routing = self._route(hidden, None if tape is None else tape.replayed())
         if tape is not None:
             tape.note(routing.chosen)
+        if has_gpu_row_kernels(hidden) and not isinstance(networks := self.grouped(), str):
+            from megatron_runtime.gpu import experts
+
+            rows = experts.tile_rows(routing.chosen.numel(), self.count)
+            rows = rows if self.rows_together is None else experts.FIXED_TILE_ROWS
+            options = {"weights_inputs": self.weights_inputs}
+            return experts.process(hidden, routing, networks, self.here.start, rows, **options)
+        return self._process_each(hidden, routing)
+
+    def _process_each(self, hidden: Tensor, routing: Routing) -> Tensor:
+        """One expert after the other."""
         weights, chosen = routing.weights.to(hidden.dtype), routing.chosen
         visits = chosen.flatten()
         counts = visits.bincount(minlength=self.count).tolist()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_runtime.model.config import ExpertsConfig, RoutingConfig, RoutingScores
-from megatron_runtime.model.kernels.row_kernels import sigmoid
+from megatron_runtime.model.kernels.row_kernels import has_gpu_row_kernels, sigmoid
 from megatron_runtime.model.layers import Linear
 
 _SMALLEST_SUM = 1e-20
@@ -56,7 +56,10 @@ class ExpertRouter(nn.Module, ABC):
 
     def forward(self, hidden: Tensor, replayed: Tensor | None = None) -> Routing:
         """Route [T, hidden]; ``replayed`` [T, per_token] has the experts to choose, and -1 where the router chooses."""
-        logits = self.linear(hidden.to(self.dtype)).float()
+        projected = self.linear(hidden.to(self.dtype))
+        if has_gpu_row_kernels(projected):
+            return self.choose_on_gpu(projected, replayed)
+        logits = projected.float()
         scores = self.score(logits)
         ranking = self.rank(logits, scores)
         if self.routing.groups > 1:
@@ -70,6 +73,22 @@ class ExpertRouter(nn.Module, ABC):
         if self.routing.weight_multiplier != 1.0:
             weights = weights * self.routing.weight_multiplier
         return Routing(weights, chosen)
+
+    def choose_on_gpu(self, logits: Tensor, replayed: Tensor | None) -> Routing:
+        """The same from logits [T, experts]; of experts that rank equally, the first are chosen."""
+        from megatron_runtime.gpu import experts  # Triton is not needed on other devices.
+
+        routing = self.routing
+        choice = experts.Choice(
+            self.per_token,
+            routing.scores,
+            routing.normalize_weights,
+            routing.weight_multiplier,
+            routing.groups,
+            routing.groups_per_token,
+            routing.group_scores == "top_2_sum",
+        )
+        return Routing(*experts.route(logits, choice, self.selection_bias, replayed))
 
 
 class SoftmaxRouter(ExpertRouter):

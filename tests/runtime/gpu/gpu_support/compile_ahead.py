@@ -21,6 +21,8 @@ from triton.compiler import ASTSource
 from megatron_runtime.gpu import (
     attention,
     attention_kernels,
+    expert_kernels,
+    experts,
     row_kernels,
     rows,
     sampling,
@@ -31,8 +33,8 @@ from megatron_runtime.gpu import (
 
 CAPABILITIES = (80, 90, 100)
 SMALLER = (86, 120)
-"""Those with less shared memory, for which only attention is compiled."""
-FLOATS = dict.fromkeys(("scale", "soft_cap", "eps", "multiplier", "magnitude"), "fp32")
+"""Those with less shared memory, for which only attention and the products of experts are compiled."""
+FLOATS = dict.fromkeys(("scale", "soft_cap", "eps", "multiplier", "magnitude", "alpha", "limit"), "fp32")
 STRIDES = ("block_stride", "head_stride")
 TABLES = ("block_tables", "query_starts", "context_lengths")
 LIMITS: dict[str, dict[str, Any]] = {
@@ -71,7 +73,9 @@ def attention_cases(capability: int) -> Iterator[Case]:
     pointers = {"output": "bf16", "partial": "fp32", "log_sums": "fp32", "sinks": "fp32"}
     yield "merge_splits", attention_kernels.merge_splits, merge, pointers, {"num_warps": 4}
     rotate = {"QUERY_HEADS": 32, "KV_HEADS": 8, "WIDTH": 128, "WIDTH_PAD": 128, "TURNED": 128, "PAGE": 16, "BLOCK_H": 8}
-    pointers = dict.fromkeys(("rotated", "heads", "cosines", "sines", "keys", "values"), "bf16") | {"slots": "i64"}
+    pointers = dict.fromkeys(("rotated", "output", "heads", "cosines", "sines", "keys", "values"), "bf16") | {
+        "slots": "i64"
+    }
     yield "rotate_and_store", attention_kernels.rotate_and_store, rotate, pointers, {"num_warps": 4}
 
 
@@ -81,6 +85,11 @@ def row_cases() -> Iterator[Case]:
     for kind, number in rows.NORMS.items():
         norm = {"SIZE": 4096, "SIZE_PAD": 4096, "KIND": number, "ADDS": True}
         yield f"normalize_rows {kind}", row_kernels.normalize_rows, norm, pointers, {"num_warps": rows.warps_for(4096)}
+    pointers = dict.fromkeys(("heads", "query_weight", "key_weight"), "bf16")
+    for kind in ("rms", "rms_plus_one"):
+        norm = {"QUERY_HEADS": 32, "NORMALIZED": 40, "ALL": 48, "WIDTH": 128, "WIDTH_PAD": 128}
+        norm |= {"KIND": rows.NORMS[kind], "BLOCK_H": rows.HEADS_TOGETHER}
+        yield f"normalize_heads {kind}", row_kernels.normalize_heads, norm, pointers, {"num_warps": 4}
     pointers = dict.fromkeys(("output", "gates_and_values"), "bf16")
     for activation, number in rows.ACTIVATIONS.items():
         gate = {"SIZE": 14336, "BLOCK": rows.GATE_BLOCK, "ACTIVATION": number}
@@ -110,6 +119,36 @@ def sampling_cases() -> Iterator[Case]:
     yield "finish_race", kernels.finish_race, {"PARTS": 32}, pointers, {"num_warps": 1}
 
 
+def expert_cases(capability: int) -> Iterator[Case]:
+    """The same for mixtures of experts, at the sizes of a 30B model of which each token uses 3B."""
+    count, per_token, hidden, channels = 128, 8, 2048, 768
+    pointers = dict.fromkeys(("output", "hidden", "inputs", "results", "logits", "matrices", "biases"), "bf16")
+    pointers |= dict.fromkeys(("chosen", "replayed", "offsets", "bias_offsets"), "i64")
+    pointers |= dict.fromkeys(("order", "starts"), "i32") | dict.fromkeys(("weights", "bias"), "fp32")
+    every = {"COUNT": count, "COUNT_PAD": count}
+    kernels = expert_kernels
+    for groups in (1, 8):
+        route = {"PER_TOKEN": per_token, "PER_TOKEN_PAD": per_token, "SIGMOID": groups > 1, "BIASED": groups > 1}
+        route |= {"GROUPS": groups, "GROUPS_PAD": groups, "MEMBERS": 256 // groups, "MEMBERS_PAD": 256 // groups}
+        route |= {"BEST_GROUPS": min(groups, 4), "SUMS_TWO": True, "REPLAYED": groups > 1, "NORMALIZES": True}
+        yield f"route_rows {groups}", kernels.route_rows, route, pointers, {"num_warps": 1}
+    for block, warps in ((experts.SORT_BLOCK, 4), (experts.LONG_SORT_BLOCK, 8)):
+        yield f"sort_visits {block}", kernels.sort_visits, {"BLOCK": block}, pointers, {"num_warps": warps}
+    for tile_rows in experts.TILE_ROWS:
+        sizes = experts.product_sizes(capability, tile_rows, 2)
+        tile = every | {"BLOCK_M": sizes.rows, "BLOCK_N": sizes.columns, "BLOCK_K": sizes.inner, "BIASED": True}
+        options = {"num_warps": sizes.warps, "num_stages": sizes.stages}
+        for is_gated in (True, False):
+            widen = {"PER_TOKEN": per_token, "SIZE": hidden, "CHANNELS": channels, "GATED": is_gated, "SINGLE": False}
+            widen |= tile | {"ACTIVATION": rows.ACTIVATIONS["silu" if is_gated else "relu_squared"], "CLAMPED": False}
+            yield f"widen_visits {tile_rows} {is_gated}", kernels.widen_visits, widen, pointers, options
+        for is_single in (False, True):
+            narrow = tile | {"SIZE": channels, "CHANNELS": hidden, "SINGLE": is_single}
+            yield f"narrow_visits {tile_rows} {is_single}", kernels.narrow_visits, narrow, pointers, options
+    total = {"COUNT": count, "PER_TOKEN": per_token, "SIZE": hidden, "BLOCK": experts.SUM_BLOCK, "WEIGHTED": True}
+    yield "sum_visits", kernels.sum_visits, total, pointers, {"num_warps": 4}
+
+
 def truncation_cases() -> Iterator[Case]:
     """The same for truncations."""
     names = ("leasts", "logits", "tops", "temperatures", "sigmas", "top_ps", "min_ps")
@@ -126,6 +165,7 @@ def truncation_cases() -> Iterator[Case]:
 def cases(capability: int) -> Iterator[Case]:
     """All kernels."""
     yield from attention_cases(capability)
+    yield from expert_cases(capability)
     if capability in SMALLER:
         return
     yield from row_cases()

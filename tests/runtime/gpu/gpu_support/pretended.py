@@ -108,6 +108,10 @@ class PretendedTensor(Tensor):
         with _disable_current_modes():
             self.device_.changed(lambda: self.content.__setitem__(plain, _content(value)))
 
+    def data_ptr(self) -> int:
+        """As of a tensor; kernels in the interpreter find the content there."""
+        return self.content.data_ptr()
+
     def __iter__(self) -> Iterator[Any]:
         """As of a tensor."""
         return iter(self.unbind(0))

@@ -50,9 +50,11 @@ def on_gpu(model: Decoder) -> Decoder:
 
 
 def small_engine(model: Decoder, **config: Any) -> DynamicInferenceEngine:
-    """For at most 4 requests, unless the configuration has another number."""
+    """For at most 4 requests, and without graphs of prompts, which take long to capture, unless the configuration says
+    otherwise."""
     tokenizer = Tokenizer(byte_backend(), location="bytes", eod=END)
     settings: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 20, "max_sequence_length": 256, "max_requests": 4}
+    settings["use_cuda_graphs_for_non_decode_steps"] = False
     return DynamicInferenceEngine.build(model, tokenizer, InferenceConfig(**(settings | config)))
 
 

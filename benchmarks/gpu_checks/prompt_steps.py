@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from runtime_support.byte_backend import END, byte_backend
 
-from gpu_checks.results import Result, Sizes
-from gpu_checks.timing import seconds
+from gpu_checks.results import Check, Result, Sizes
+from gpu_checks.speed import random_model, seconds
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.model.decoder import Decoder
@@ -20,20 +21,20 @@ from megatron_runtime.sampling_params import SamplingParams
 TOKEN = 65
 STEPS_BEFORE = 4
 """In which the prompts of the other requests are computed."""
-Times = dict[str, tuple[float, bool]]
-"""By the names of steps: seconds, and whether all of them were graphs."""
 
 
-def measure(model: Decoder, sizes: Sizes) -> Iterator[Result]:
-    """The capture of all graphs, and each kind of step."""
-    times = []
+def checks(sizes: Sizes) -> Iterator[Check]:
+    """With a model of their own."""
+    yield "steps with prompts", partial(measure, sizes)
+
+
+def measure(sizes: Sizes) -> Iterator[Result]:
+    """Each kind of step."""
+    model, times = random_model(sizes), []
     for num_cuda_graphs in (-1, 0):
         if sizes.has_gpu:
             torch.cuda.empty_cache()
         engine = make_engine(model, sizes, num_cuda_graphs)
-        if stats := engine.capture_stats:
-            reserved = stats["reserved_bytes"] / 1e9
-            yield Result("capture of CUDA graphs", f"{stats['time']:.3g} s, {reserved:.3g} GB for their results")
         times.append(dict(steps(engine, sizes)))
         del engine
     for name, (took, is_graph) in times[0].items():
@@ -42,7 +43,10 @@ def measure(model: Decoder, sizes: Sizes) -> Iterator[Result]:
 
 
 def steps(engine: DynamicInferenceEngine, sizes: Sizes) -> Iterator[tuple[str, tuple[float, bool]]]:
-    """A step ends when the host has its tokens. All prompts that are measured end in their first step."""
+    """By the names of steps: seconds, and whether all of them were graphs.
+
+    A step ends when the host has its tokens. The requests whose prompts are measured end in their first step.
+    """
     numbers = itertools.count()
 
     def add(tokens: int, answer: int) -> None:
@@ -73,9 +77,10 @@ def length_of(sizes: Sizes) -> int:
 
 
 def make_engine(model: Decoder, sizes: Sizes, num_cuda_graphs: int) -> DynamicInferenceEngine:
-    """With room for these requests."""
-    length = max(length_of(sizes), sizes.step_prompt + 1)
-    blocks = (sizes.step_requests + 1) * -(-length // sizes.page)
+    """With room for these requests, and for the longest one of the model, on which the launches depend."""
+    length = model.config.max_position_embeddings
+    others = (sizes.step_requests + 1) * -(-max(length_of(sizes), sizes.step_prompt + 1) // sizes.page)
+    blocks = max(others, -(-length // sizes.page))
     settings = InferenceConfig(
         kv_cache_memory_bytes=blocks * KVCache.block_bytes(model.config, sizes.page, model.dtype),
         block_size_tokens=sizes.page,

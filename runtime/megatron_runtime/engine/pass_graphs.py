@@ -86,7 +86,7 @@ def buffer_bytes(limits: ContextLimits, vocab_size: int) -> int:
     return 4 * limits.max_requests * (vocab_size + limits.max_blocks_per_sequence)
 
 
-def make_decode_graphs(model: Decoder, context: DynamicInferenceContext) -> DecodeGraphs | None:
+def make_pass_graphs(model: Decoder, context: DynamicInferenceContext) -> PassGraphs | None:
     """The graphs that the configuration of the context asks for, not captured yet; None for none.
 
     Raises:
@@ -96,8 +96,8 @@ def make_decode_graphs(model: Decoder, context: DynamicInferenceContext) -> Deco
     sizes = graph_sizes(config, context.max_requests, context.max_tokens)
     if not sizes:
         return None
-    if (obstacle := _obstacle(model, context)) is None:
-        return DecodeGraphs(model, context, sizes)
+    if (obstacle := capture_obstacle(model, context)) is None:
+        return PassGraphs(model, context, sizes)
     if config.num_cuda_graphs == -1:
         _logger.info("every pass runs eagerly, without CUDA graphs: %s", obstacle)
         return None
@@ -108,7 +108,7 @@ def make_decode_graphs(model: Decoder, context: DynamicInferenceContext) -> Deco
     )
 
 
-def _obstacle(model: Decoder, context: DynamicInferenceContext) -> str | None:
+def capture_obstacle(model: Decoder, context: DynamicInferenceContext) -> str | None:
     """Why passes of this model can't be captured; None if they can."""
     if model.device.type != "cuda":
         return f"the model is on the device {model.device.type}"
@@ -118,12 +118,15 @@ def _obstacle(model: Decoder, context: DynamicInferenceContext) -> str | None:
         return "its attention has no kernel of this project, and PyTorch's depends on values on the host"
     if model.config.recurrent is not None:
         return "it has recurrent layers, whose computation is not captured"
-    if any(isinstance(module, Experts) for module in model.modules()):
-        return "the host has to know which experts a pass has chosen"
+    for module in model.modules():
+        if isinstance(module, Experts) and isinstance(obstacle := module.grouped(), str):
+            return f"the host has to know which experts a pass has chosen, because {obstacle}"
+    if context.config.moe_enable_routing_replay:
+        return "the host records which experts a pass has chosen"
     return None
 
 
-class DecodeGraphs:
+class PassGraphs:
     """The graphs of one engine, and the tensors that they work on.
 
     Args:

@@ -1,0 +1,269 @@
+"""Mixtures of experts: the choice of experts for each token, and products with the matrices of the chosen ones.
+
+A visit is a token at one of its experts: those of T tokens are T * PER_TOKEN numbers, those of a token one behind the
+other. Visits are ordered by expert, and a program multiplies a tile of visits of one expert. What a program computes
+for a visit does not depend on the other visits of its tile, nor on the place in it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_runtime.gpu.row_kernels import activated
+
+SMALLEST_SUM = tl.constexpr(1e-20)
+"""Added to the sum of a token's weights, which can be zero for sigmoids."""
+
+
+@triton.jit
+def within_best_groups(ranking, GROUPS: tl.constexpr, BEST: tl.constexpr, SUMS_TWO: tl.constexpr):
+    """``ranking`` [GROUPS * members] with minus infinity outside the BEST groups, by the largest or the sum of two."""
+    grouped = tl.reshape(ranking, [GROUPS, ranking.shape[0] // GROUPS])
+    scores, places = tl.max(grouped, 1, return_indices=True)
+    if SUMS_TWO:
+        is_largest = tl.arange(0, grouped.shape[1])[None, :] == places[:, None]
+        scores += tl.max(tl.where(is_largest, float("-inf"), grouped), 1)
+    group = tl.arange(0, GROUPS)
+    is_best = group < 0
+    for _ in tl.static_range(BEST):
+        _, best = tl.max(tl.where(is_best, float("-inf"), scores), 0, return_indices=True)
+        is_best = is_best | (group == best)
+    return tl.reshape(tl.where(is_best[:, None], grouped, float("-inf")), ranking.shape)
+
+
+@triton.jit
+def route_rows(
+    weights, chosen, logits, bias, replayed, multiplier,
+    GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr, MEMBERS: tl.constexpr, MEMBERS_PAD: tl.constexpr,
+    BEST_GROUPS: tl.constexpr, SUMS_TWO: tl.constexpr, PER_TOKEN: tl.constexpr, PER_TOKEN_PAD: tl.constexpr,
+    SIGMOID: tl.constexpr, BIASED: tl.constexpr, REPLAYED: tl.constexpr, NORMALIZES: tl.constexpr,
+):  # fmt: skip
+    """Select PER_TOKEN experts for each token, the largest first, and of equal ones the first. Grid: [T].
+
+    ``logits`` is [T, GROUPS * MEMBERS]; ``weights`` and ``chosen`` are [T, PER_TOKEN]. The scores are a softmax, or
+    SIGMOID. BIASED: experts are selected by score plus bias, in the BEST_GROUPS groups. REPLAYED: the experts of
+    ``replayed``, unless it is negative.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, GROUPS_PAD * MEMBERS_PAD)
+    expert = place // MEMBERS_PAD * MEMBERS + place % MEMBERS_PAD
+    exists = (place < GROUPS * MEMBERS_PAD) & (place % MEMBERS_PAD < MEMBERS)
+    COUNT: tl.constexpr = GROUPS * MEMBERS
+    logit = tl.load(logits + row * COUNT + expert, mask=exists, other=float("-inf")).to(tl.float32)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logit))
+    else:
+        powers = tl.exp(logit - tl.max(logit))
+        scores = powers / tl.sum(powers)
+    ranking = scores
+    if BIASED:
+        ranking = scores + tl.load(bias + expert, mask=exists, other=0.0)
+    elif SIGMOID and GROUPS == 1:
+        # The sigmoids of large logits round to the same number.
+        ranking = logit
+    ranking = tl.where(exists, ranking, float("-inf"))
+    if BEST_GROUPS < GROUPS:
+        ranking = within_best_groups(ranking, GROUPS_PAD, BEST_GROUPS, SUMS_TWO)
+    slot = tl.arange(0, PER_TOKEN_PAD)
+    picked = tl.zeros([PER_TOKEN_PAD], tl.float32)
+    for each in tl.static_range(PER_TOKEN):
+        _, best = tl.max(ranking, 0, return_indices=True)
+        ranking = tl.where(place == best, float("-inf"), ranking)
+        best = tl.minimum(best // MEMBERS_PAD * MEMBERS + best % MEMBERS_PAD, COUNT - 1).to(tl.int64)
+        if REPLAYED:
+            wanted = tl.load(replayed + row * PER_TOKEN + each)
+            best = tl.where(wanted >= 0, wanted, best)
+        tl.store(chosen + row * PER_TOKEN + each, best)
+        score = tl.sum(tl.where(exists & (expert == best), scores, 0.0))
+        picked = tl.where(slot == each, score, picked)
+    if NORMALIZES:
+        picked = picked / (tl.sum(picked) + SMALLEST_SUM)
+    tl.store(weights + row * PER_TOKEN + slot, picked * multiplier, mask=slot < PER_TOKEN)
+
+
+@triton.jit(do_not_specialize=["visits", "first"])
+def sort_visits(order, starts, chosen, visits, first, BLOCK: tl.constexpr):
+    """The visits of each expert from ``first`` on, in their order. Grid: [experts].
+
+    The visits of expert e are ``order[starts[e] : starts[e + 1]]``. Each program counts the visits of the experts
+    before its own, so that none waits for another one.
+    """
+    expert = first + tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    before = tl.zeros([BLOCK], tl.int32)
+    for at in range(0, visits, BLOCK):
+        seen = tl.load(chosen + at + lane, mask=at + lane < visits, other=-1)
+        before += ((seen >= first) & (seen < expert)).to(tl.int32)
+    place = tl.sum(before)
+    tl.store(starts + tl.program_id(0), place)
+    for at in range(0, visits, BLOCK):
+        seen = tl.load(chosen + at + lane, mask=at + lane < visits, other=-1)
+        is_mine = seen == expert
+        mine = is_mine.to(tl.int32)
+        tl.store(order + place + tl.cumsum(mine, 0) - 1, at + lane, mask=is_mine)
+        place += tl.sum(mine)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.store(starts + tl.program_id(0) + 1, place)
+
+
+@triton.jit
+def visits_of_tile(
+    chosen, starts, tile, first,
+    COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, SINGLE: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """The expert of a tile, and the range of its visits in the order; an empty range beyond the last tile.
+
+    SINGLE: there is one token, and a tile for each of its visits, which are in the order of ``chosen``.
+    """
+    if SINGLE:
+        only = (tl.load(chosen + tile) - first).to(tl.int32)
+        return only, tile, tl.where((only >= 0) & (only < COUNT), tile + 1, tile)
+    expert = tl.arange(0, COUNT_PAD)
+    exists = expert < COUNT
+    begin = tl.load(starts + expert, mask=exists, other=0)
+    end = tl.load(starts + expert + 1, mask=exists, other=0)
+    last = tl.cumsum((end - begin + BLOCK_M - 1) // BLOCK_M, 0)
+    mine = tl.sum((last <= tile).to(tl.int32))
+    skipped = tl.max(tl.where(last <= tile, last, 0))
+    start = tl.load(starts + mine, mask=mine < COUNT, other=0)
+    stop = tl.load(starts + mine + 1, mask=mine < COUNT, other=0)
+    return mine, start + (tile - skipped) * BLOCK_M, stop
+
+
+@triton.jit
+def matrix_of(matrices, offsets, expert):
+    """The matrix of an expert. Offsets are multiples of 16 bytes, so that a thread reads so many at once."""
+    return matrices + tl.multiple_of(tl.load(offsets + expert), 128 // matrices.dtype.element_ty.primitive_bitwidth)
+
+
+@triton.jit
+def product(
+    rows, is_row, channels, is_channel,
+    SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """float32 [BLOCK_M, BLOCK_N]: sums over SIZE elements of ``rows`` and ``channels``, which point to their starts."""
+    inner = tl.arange(0, BLOCK_K)
+    summed = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for at in range(0, SIZE, BLOCK_K):
+        row_exists, channel_exists = is_row[:, None], is_channel[None, :]
+        if SIZE % BLOCK_K != 0:
+            row_exists = row_exists & (at + inner < SIZE)[None, :]
+            channel_exists = channel_exists & (at + inner < SIZE)[:, None]
+        one = tl.load(rows[:, None] + (at + inner)[None, :], mask=row_exists, other=0.0)
+        other = tl.load(channels[None, :] + (at + inner)[:, None], mask=channel_exists, other=0.0)
+        summed = tl.dot(one, other, summed, input_precision="ieee")
+    return summed
+
+
+@triton.jit
+def rounded(wide, like):
+    """float32 with the precision of the elements of ``like``."""
+    return wide.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def combined(widened, like, alpha, limit, ACTIVATION: tl.constexpr, CLAMPED: tl.constexpr):
+    """Values from gates and values [BLOCK_M, 2 * BLOCK_N] that take turns, rounded between the operations."""
+    gate, value = tl.split(tl.reshape(widened, [widened.shape[0], widened.shape[1] // 2, 2]))
+    if CLAMPED:
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        value = tl.clamp(value, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+        opened = rounded(1.0 / (1.0 + tl.exp(-rounded(alpha * gate, like))), like)
+        return rounded(gate * opened, like) * rounded(value + 1.0, like)
+    return rounded(activated(gate, ACTIVATION), like) * value
+
+
+@triton.jit(do_not_specialize=["first"])
+def widen_visits(
+    output, hidden, chosen, order, starts, first, matrices, offsets, biases, bias_offsets, alpha, limit,
+    COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, SINGLE: tl.constexpr, PER_TOKEN: tl.constexpr, SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, ACTIVATION: tl.constexpr,
+    CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The first product of experts, and the activation. Grid: [channels of a matrix / BLOCK_N, tiles].
+
+    ``hidden`` is [T, SIZE]; ``output`` gets [visits, CHANNELS] in the order by expert. ``matrices`` and ``biases`` of
+    an expert are [CHANNELS, SIZE] and [CHANNELS], at its offset; GATED: of twice as many channels, gates first.
+    """
+    expert, start, stop = visits_of_tile(chosen, starts, tl.program_id(1), first, COUNT, COUNT_PAD, SINGLE, BLOCK_M)
+    if start >= stop:
+        return
+    place = start + tl.arange(0, BLOCK_M)
+    is_visit = place < stop
+    visit = place if SINGLE else tl.load(order + place, mask=is_visit, other=0)
+    token = visit // PER_TOKEN
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    channel, is_channel = column, column < CHANNELS
+    if GATED:
+        # Gates and values take turns, so that each thread has both of a channel.
+        channel, is_channel = column // 2 + (column % 2) * CHANNELS, column < 2 * CHANNELS
+    matrix = matrix_of(matrices, offsets, expert)
+    rows, channels = hidden + token.to(tl.int64) * SIZE, matrix + channel.to(tl.int64) * SIZE
+    widened = product(rows, is_visit, channels, is_channel, SIZE, BLOCK_M, BLOCK_N, BLOCK_K)
+    if BIASED:
+        bias = biases + tl.load(bias_offsets + expert)
+        widened += tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+    widened = rounded(widened, hidden)
+    if GATED:
+        result = combined(widened, hidden, alpha, limit, ACTIVATION, CLAMPED)
+        column = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    else:
+        result = activated(widened, ACTIVATION)
+    target = output + place.to(tl.int64)[:, None] * CHANNELS + column[None, :]
+    exists = is_visit[:, None] & (column < CHANNELS)[None, :]
+    tl.store(target, result.to(output.dtype.element_ty), mask=exists)
+
+
+@triton.jit(do_not_specialize=["first"])
+def narrow_visits(
+    output, inputs, chosen, order, starts, first, matrices, offsets, biases, bias_offsets,
+    COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, SINGLE: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr,
+    BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The second product of experts. Grid: [CHANNELS / BLOCK_N, tiles].
+
+    ``inputs`` is [visits, SIZE] in the order by expert; ``output`` gets [visits, CHANNELS] in the order of the tokens.
+    Those of experts elsewhere are not written. ``matrices`` is [CHANNELS, SIZE], that of an expert is at its offset.
+    """
+    expert, start, stop = visits_of_tile(chosen, starts, tl.program_id(1), first, COUNT, COUNT_PAD, SINGLE, BLOCK_M)
+    if start >= stop:
+        return
+    place = start + tl.arange(0, BLOCK_M)
+    is_visit = place < stop
+    visit = place if SINGLE else tl.load(order + place, mask=is_visit, other=0)
+    channel = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_channel = channel < CHANNELS
+    matrix = matrix_of(matrices, offsets, expert)
+    rows, channels = inputs + place.to(tl.int64) * SIZE, matrix + channel.to(tl.int64) * SIZE
+    result = product(rows, is_visit, channels, is_channel, SIZE, BLOCK_M, BLOCK_N, BLOCK_K)
+    if BIASED:
+        bias = biases + tl.load(bias_offsets + expert)
+        result += tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+    target = output + visit.to(tl.int64)[:, None] * CHANNELS + channel[None, :]
+    tl.store(target, result.to(output.dtype.element_ty), mask=is_visit[:, None] & is_channel[None, :])
+
+
+@triton.jit(do_not_specialize=["first"])
+def sum_visits(
+    output, results, weights, chosen, first,
+    COUNT: tl.constexpr, PER_TOKEN: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Sums of the results of each token, in the order of its selection. Grid: [T, SIZE / BLOCK].
+
+    ``results`` is [T * PER_TOKEN, SIZE]; those of other experts than the COUNT ones from ``first`` on are not read.
+    WEIGHTED: each is multiplied with its weight, which is rounded like the result, and so is the product.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = channel < SIZE
+    total = tl.zeros([BLOCK], tl.float32)
+    for each in tl.static_range(PER_TOKEN):
+        visit = token * PER_TOKEN + each
+        expert = tl.load(chosen + visit)
+        is_here = (expert >= first) & (expert < first + COUNT)
+        result = tl.load(results + visit * SIZE + channel, mask=exists & is_here, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            result = rounded(result * rounded(tl.load(weights + visit), output), output)
+        total += result
+    tl.store(output + token * SIZE + channel, total.to(output.dtype.element_ty), mask=exists)

@@ -1,0 +1,136 @@
+"""Random mixtures of experts, and their results in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_runtime.gpu import experts
+
+ACTIVATIONS = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda widened: functional.gelu(widened, approximate="tanh"),
+    "relu_squared": lambda widened: functional.relu(widened).square(),
+}
+
+
+@dataclass(frozen=True)
+class MixtureCase:
+    """Tokens with choices, and the networks of the experts from ``first`` on."""
+
+    hidden: Tensor
+    weights: Tensor
+    chosen: Tensor
+    matrices: tuple[list[Tensor], list[Tensor]]
+    """Of gates and values, and of the results; the tensors of each expert."""
+    biases: tuple[list[Tensor], list[Tensor]] | None
+    activation: str
+    first: int = 0
+    is_gated: bool = True
+    clamped: tuple[float, float] | None = None
+    weights_inputs: bool = False
+
+    @classmethod
+    def random(
+        cls,
+        tokens: int,
+        experts: tuple[int, int],
+        sizes: tuple[int, int],
+        dtype: torch.dtype,
+        *,
+        activation: str = "silu",
+        is_biased: bool = False,
+        elsewhere: int = 0,
+        **options: Any,
+    ) -> MixtureCase:
+        """The same seed for all cases.
+
+        Args:
+            tokens: Their number.
+            experts: Number of experts here, and of those of a token.
+            sizes: Channels of a token, and of an expert.
+            dtype: Of tokens and networks.
+            activation: One of ACTIVATIONS.
+            is_biased: Whether the products have biases.
+            elsewhere: Number of experts before and of those after the ones here.
+            options: Further fields.
+        """
+        generator = torch.Generator().manual_seed(1)
+        count, per_token = experts
+        hidden, channels = sizes
+        wide = channels * (2 if options.get("is_gated", True) else 1)
+
+        def made(*shape: int, scale: float = 1.0) -> Tensor:
+            return (torch.randn(*shape, generator=generator) * scale).to(dtype)
+
+        scores = torch.rand(tokens, count + 2 * elsewhere, generator=generator)
+        weights, chosen = scores.topk(per_token)
+        return cls(
+            made(tokens, hidden),
+            weights / weights.sum(-1, keepdim=True),
+            chosen,
+            (
+                [made(wide, hidden, scale=hidden**-0.5) for _ in range(count)],
+                [made(hidden, channels, scale=channels**-0.5) for _ in range(count)],
+            ),
+            ([made(wide) for _ in range(count)], [made(hidden) for _ in range(count)]) if is_biased else None,
+            activation,
+            first=elsewhere,
+            **options,
+        )
+
+    def on(self, device: torch.device) -> MixtureCase:
+        """A copy on this device."""
+        matrices, biases = (
+            None if each is None else tuple([tensor.to(device) for tensor in part] for part in each)
+            for each in (self.matrices, self.biases)
+        )
+        hidden, weights, chosen = (each.to(device) for each in (self.hidden, self.weights, self.chosen))
+        return replace(self, hidden=hidden, weights=weights, chosen=chosen, matrices=matrices, biases=biases)
+
+    def rows(self, start: int, stop: int) -> MixtureCase:
+        """Some of the tokens."""
+        hidden, weights, chosen = (each[start:stop] for each in (self.hidden, self.weights, self.chosen))
+        return replace(self, hidden=hidden, weights=weights, chosen=chosen)
+
+    def process(self, tile_rows: int) -> Tensor:
+        """By the kernels."""
+        scattered = experts.ScatteredTensors.of
+        networks = experts.ExpertNetworks(
+            *map(scattered, self.matrices),
+            *((None, None) if self.biases is None else map(scattered, self.biases)),
+            is_gated=self.is_gated,
+            activation=self.activation,
+            clamped=self.clamped,
+        )
+        routing, options = (self.weights, self.chosen), {"weights_inputs": self.weights_inputs}
+        return experts.process(self.hidden, routing, networks, self.first, tile_rows, **options)
+
+    def expected(self) -> Tensor:
+        """In float64, for tensors of the host."""
+        total = torch.zeros(self.hidden.shape, dtype=torch.float64)
+        for token, (chosen, weights) in enumerate(zip(self.chosen.tolist(), self.weights.double(), strict=True)):
+            for expert, weight in zip(chosen, weights, strict=True):
+                if 0 <= expert - self.first < len(self.matrices[0]):
+                    given = self.hidden[token].double() * (weight if self.weights_inputs else 1)
+                    result = self._network(given, expert - self.first)
+                    total[token] += result * (1 if self.weights_inputs else weight)
+        return total
+
+    def _network(self, given: Tensor, expert: int) -> Tensor:
+        gate_up, down = (part[expert].double() for part in self.matrices)
+        biases = [0, 0] if self.biases is None else [part[expert].double() for part in self.biases]
+        widened = gate_up @ given + biases[0]
+        if not self.is_gated:
+            return down @ ACTIVATIONS[self.activation](widened) + biases[1]
+        gate, value = widened.chunk(2)
+        if self.clamped is None:
+            return down @ (ACTIVATIONS[self.activation](gate) * value) + biases[1]
+        alpha, limit = self.clamped
+        gate, value = gate.clamp(max=limit), value.clamp(-limit, limit)
+        return down @ (gate * torch.sigmoid(alpha * gate) * (value + 1)) + biases[1]
