@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 TESTS = Path(__file__).parent.parent / "tests" / "runtime"
 sys.path[:0] = [str(TESTS), str(TESTS / "gpu")]  # their small model is also that of this program
@@ -68,10 +69,24 @@ class HostGraphs:
         """All but prompts."""
         return self.sizes[0] if is_decode_pass(slices) else None
 
-    def begin(self, slices: Sequence[SequenceSlice], size: GraphSize, rules: SamplingRules) -> list[int]:
+    def begin(
+        self, slices: Sequence[SequenceSlice], size: GraphSize, rules: SamplingRules, sources: Any = None
+    ) -> HostPass:
         """The tokens of the pass."""
-        self._inputs.write(self._here, slices, size, rules)
-        return [TOKEN] * len(slices)
+        self._inputs.write(self._here, slices, size, rules, sources)
+        return HostPass([TOKEN] * len(slices))
+
+
+class HostPass(list[int]):
+    """Stands for CapturedPass, and for the tokens that it samples."""
+
+    def begin_sampling(self) -> HostPass:
+        """These tokens."""
+        return self
+
+    def wait(self) -> NDArray[np.int64]:
+        """They have arrived."""
+        return np.array(self)
 
 
 class InstantSampler(InstantController):

@@ -261,8 +261,7 @@ class DynamicInferenceEngine(RunningEngine):
         Unfinished requests continue with their keys and values, including old ones, and later requests do not share
         them.
         """
-        self._passes.drop_next()
-        self.scheduler.forget_prefixes()
+        self._passes.forget_prefixes()
 
     def update_weights(self, weights: Weights, *, version: int | None = None) -> int:
         """Load other weights into the model, between steps or while suspended; an error changes nothing.

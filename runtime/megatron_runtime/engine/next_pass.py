@@ -47,10 +47,12 @@ class _BegunPass:
 
     def rows_of(self, slices: Slices[SequenceSlice], parameters: _Parameters) -> NDArray[np.intp] | None:
         """Where these slices are among those of the pass, in its order; None if the pass lacks one of them."""
-        numbers = {id(part.sequence): number for number, part in enumerate(self.slices)}
-        rows = np.fromiter((numbers.get(id(part.sequence), -1) for part in slices), np.intp, len(slices))
-        if (rows < 0).any() or any(self.slices[row] != part for row, part in zip(rows, slices, strict=True)):
-            return None
+        rows = np.arange(len(slices))
+        if slices != self.slices:
+            numbers = {part: number for number, part in enumerate(self.slices)}
+            rows = np.fromiter((numbers.get(part, -1) for part in slices), np.intp, len(slices))
+            if (rows < 0).any():
+                return None
         for name in self.parameters.keys() | parameters.keys():
             expected, found = self.parameters.get(name), parameters.get(name)
             if not np.array_equal(0 if expected is None else expected[rows], 0 if found is None else found):

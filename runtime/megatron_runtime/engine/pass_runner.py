@@ -115,6 +115,11 @@ class PassRunner:
         if self._next is not None:
             self._next.drop()
 
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache: the model may have changed."""
+        self.drop_next()
+        self._scheduler.forget_prefixes()
+
     def evict_all(self) -> None:
         """Evict every running request; it is computed again from its tokens."""
         self._evict(self._scheduler.evict_all())

@@ -183,22 +183,17 @@ class Scheduler:
         sequence.num_begun += 1
 
     def reserve_next(self, slices: Slices[SequenceSlice]) -> list[SequenceSlice | None]:
-        """The slices of the pass after one that samples a token of each of these sequences, if they go on.
+        """The slices of the pass after one that samples a token of each of these sequences, with blocks for them.
 
-        Allocates the blocks that they need. None for a sequence that ends with its next token; an empty list if blocks
-        are missing, or if sequences may have drafts.
+        None for a sequence that ends with that token; an empty list if blocks are missing, or if there may be drafts.
         """
         following = [SequenceSlice.after(part) for part in slices]
-        growing = [
-            part.sequence
-            for part in following
-            if part is not None and self.blocks_for(part.end) > len(part.sequence.blocks)
-        ]
+        longer = [part for part in following if part and self.blocks_for(part.end) > len(part.sequence.blocks)]
         may_draft = any(part.sequence.draft_length is not None for part in slices)
-        if may_draft or not self.allocator.can_allocate(len(growing)):
+        if may_draft or not self.allocator.can_allocate(len(longer)):
             return []
-        for sequence in growing:  # by one token, so by one block
-            sequence.blocks += self.allocator.allocate(1)
+        for part in longer:  # by one token, so by one block
+            part.sequence.blocks += self.allocator.allocate(1)
         return following
 
     def withdraw(self, slices: list[SequenceSlice]) -> None:
