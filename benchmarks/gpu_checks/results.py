@@ -32,11 +32,14 @@ Check = tuple[str, Callable[[], Iterable[Result]]]
 
 
 def run(checks: Iterable[Check]) -> Iterator[Result]:
-    """The results of all checks; one that fails with an error is wrong, and the others run nevertheless."""
+    """The results of all checks, which are also written to stderr; one that fails with an error is wrong, and the others
+    run nevertheless."""
     for name, check in checks:
         print(f"{name} ...", file=sys.stderr, flush=True)
         try:
-            yield from check()
+            for result in check():
+                print(f"  {result.name}: {result.value}", file=sys.stderr, flush=True)
+                yield result
         except Exception as error:
             traceback.print_exc()
             words = str(error).strip().splitlines() or [""]
