@@ -33,11 +33,13 @@ def test_the_dry_run_goes_through_all_checks_and_finds_nothing_wrong(
     printed = capsys.readouterr().out
     names = (
         "attention: prompts",
+        "attention to latents: prompts",
         "norm, float16",
         "bits of",
         "sampled tokens",
         "engine's tokens, all samplers, eager",
         "engine's tokens, all samplers, graphs",
+        "engine's tokens, latents, graphs",
         "decode, batch 2",
         "bits of products",
         "batch-invariant: decode, batch 2",
