@@ -43,6 +43,12 @@ LATENTS: dict[str, tuple[tuple[tuple[int, int], ...], int]] = {
     "heads in several programs, several splits": (((300, 1),), 128),
 }
 """Lengths and new tokens, and heads; with the widths of DeepSeek-V3."""
+LATENT_MODEL: dict[str, Any] = {
+    "head_dim": 24,
+    "rotary_dim": 8,
+    "latent_attention": LatentAttentionConfig(32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16),
+}
+"""Changes of `small_model`."""
 SAMPLERS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "all samplers": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2},
@@ -56,13 +62,11 @@ def checks(sizes: Sizes) -> Iterator[Check]:
         yield f"attention, {kind}", partial(check_attention, dtype)
         yield f"attention to latents, {kind}", partial(check_latents, dtype)
         yield f"rows, {kind}", partial(check_rows, dtype)
+    yield "engine's tokens, latents", partial(check_engine, small_model(**LATENT_MODEL), "latents, ")
     yield "bits of a request in other batches", partial(check_bits, sizes.dtypes[-1])
     yield "bits of products with fixed rows", partial(check_products, sizes)
     yield "sampled tokens", partial(check_sampler, sizes.vocabulary)
-    yield "engine's tokens", partial(check_engine, SAMPLERS, {})
-    latent = LatentAttentionConfig(32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
-    changes = {"head_dim": 24, "rotary_dim": 8, "latent_attention": latent}
-    yield "engine's tokens, latents", partial(check_engine, {"latents": {"temperature": 0.0}}, changes)
+    yield "engine's tokens", partial(check_engine, small_model())
 
 
 def compared(name: str, found: Tensor, expected: Tensor, dtype: torch.dtype) -> Result:
@@ -165,7 +169,7 @@ def small_model(**changes: Any) -> Decoder:
     sizes: dict[str, Any] = {"vocab_size": END + 1, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_kv_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
     sizes |= {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "tie_word_embeddings": False}
-    model = Decoder(ModelConfig(architecture="llama", **(sizes | changes)), dtype=torch.float32)
+    model = Decoder(ModelConfig(**({"architecture": "llama"} | sizes | changes)), dtype=torch.float32)
     generator = torch.Generator().manual_seed(3)
     for weight in model.parameters():
         weight.data.fill_(1.0) if weight.dim() == 1 else weight.data.normal_(std=0.4, generator=generator)
@@ -198,12 +202,13 @@ def on_device(model: Decoder) -> Decoder:
     return there
 
 
-def check_engine(samplers: dict[str, dict[str, Any]], changes: dict[str, Any]) -> Iterator[Result]:
-    """Its tokens in float32, eager and on CUDA graphs, against those of the CPU; ``changes`` are of the model."""
-    model = small_model(**changes)
-    for name, params in samplers.items():
+def check_engine(model: Decoder, kind_of_model: str = "") -> Iterator[Result]:
+    """Its tokens in float32, of eager passes and of CUDA graphs, against those of the CPU."""
+    for name, params in SAMPLERS.items():
         expected = generate(model, params)
         for kind, num_cuda_graphs in (("eager", 0), ("graphs", 1)):
             found = generate(on_device(model), params, num_cuda_graphs)
             words = "equal" if found == expected else f"{found} instead of {expected}"
-            yield Result(f"engine's tokens, {name}, {kind}", words, "those of the CPU", is_wrong=found != expected)
+            yield Result(
+                f"engine's tokens, {kind_of_model}{name}, {kind}", words, "those of the CPU", is_wrong=found != expected
+            )

@@ -10,8 +10,8 @@ from pathlib import Path
 
 PROGRAM = Path(__file__).parent / "gpu_support" / "compile_ahead.py"
 MOST_REGISTERS = {
-    **dict.fromkeys(("attend_tiles", "attend_splits", "collect_candidates"), 255),
     **dict.fromkeys(("attend_latent_tiles", "attend_latent_splits"), 255),
+    **dict.fromkeys(("attend_tiles", "attend_splits", "collect_candidates"), 255),
     **dict.fromkeys(("find_floors", "truncate_rows", "race_tokens"), 128),
 }
 """By kernel: with 128, a program of 16 warps fits the registers of a processor, and with 255, one of 8 warps."""

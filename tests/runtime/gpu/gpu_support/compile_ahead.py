@@ -160,8 +160,8 @@ def truncation_cases() -> Iterator[Case]:
 
 def cases(capability: int) -> Iterator[Case]:
     """All kernels."""
-    yield from attention_cases(capability)
     yield from latent_cases(capability)
+    yield from attention_cases(capability)
     if capability in SMALLER:
         return
     yield from row_cases()
