@@ -99,7 +99,8 @@ def attend_latents(
 ) -> Tensor:
     """Write new keys into the cache, and return the means of latents that the queries see: [T, heads, latent].
 
-    As many launches as in `attention.attend`; neither waits nor copies.
+    As many launches as in `attention.attend`; neither waits nor copies. The result is 0 for tokens of no request, which
+    have a negative slot.
 
     Args:
         rows: [T, heads + 1, rotated + latent], contiguous: the queries, then the key. The queries are rotated in place.
@@ -111,8 +112,8 @@ def attend_latents(
         soft_cap: As in AttentionPlan.
     """
     heads = rows.shape[1] - 1
-    _rotate_and_store(rows, rotation, cache, batch.slots)
     output = rows.new_empty(len(rows), heads, latent)
+    _rotate_and_store(output, rows, rotation, cache, batch.slots)
     scoring = (1 / math.sqrt(rows.shape[2]), window or 0, soft_cap or 0.0)
     constants = _constants(heads, rows.shape[2], latent, cache.shape[2])
     limits = {"WINDOWED": window is not None, "CAPPED": soft_cap is not None}
@@ -122,17 +123,21 @@ def attend_latents(
     return output
 
 
-def _rotate_and_store(rows: Tensor, rotation: tuple[Tensor, Tensor] | None, cache: Tensor, slots: Tensor) -> None:
-    heads, width = rows.shape[1] - 1, rows.shape[2]
+def _rotate_and_store(
+    output: Tensor, rows: Tensor, rotation: tuple[Tensor, Tensor] | None, cache: Tensor, slots: Tensor
+) -> None:
+    heads, latent, width = output.shape[1], output.shape[2], rows.shape[2]
     cosines, sines = (rows, rows) if rotation is None else rotation
     turned = 0 if rotation is None else cosines.shape[-1]
     launch(
         rotate_and_store_latents,
         (len(rows), -(-heads // HEADS_TOGETHER) + 1),
-        (rows, cosines, sines, slots, cache, cache.stride(0)),
+        (rows, output, cosines, sines, slots, cache, cache.stride(0)),
         HEADS=heads,
         WIDTH=width,
         WIDTH_PAD=power_of_two(width),
+        LATENT=latent,
+        LATENT_PAD=power_of_two(latent),
         TURNED=turned,
         TURNED_PAD=power_of_two(max(turned, 2)),
         PAGE=cache.shape[2],

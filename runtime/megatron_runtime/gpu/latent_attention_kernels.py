@@ -285,24 +285,32 @@ def rotate_queries(target, cosines, sines, head, HEADS: tl.constexpr, WIDTH: tl.
 
 @triton.jit
 def rotate_and_store_latents(
-    rows, cosines, sines, slots, cache, block_stride,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, TURNED: tl.constexpr,
-    TURNED_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr,
+    rows, output, cosines, sines, slots, cache, block_stride,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, LATENT: tl.constexpr,
+    LATENT_PAD: tl.constexpr, TURNED: tl.constexpr, TURNED_PAD: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Rotate the queries in ``rows``, and write the keys, rotated too, into the cache.
 
     ``rows`` is [T, HEADS + 1, WIDTH]. The first TURNED channels are rotated, i with i + TURNED / 2; 0: none. A token
-    whose slot is negative is not stored. Grid: [T, HEADS / BLOCK_H + 1].
+    whose slot is negative is not stored, but its ``output``, [HEADS, LATENT], is 0: if no request has it, nothing else
+    writes that. Grid: [T, HEADS / BLOCK_H + 1].
     """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     target = rows + token * (HEADS + 1) * WIDTH
     angles = token * TURNED
+    slot = tl.load(slots + token)
     if part == tl.num_programs(1) - 1:
-        slot = tl.load(slots + token)
         if slot >= 0:
             place = cache + slot // PAGE * block_stride + (slot % PAGE) * WIDTH
             source = target + HEADS * WIDTH
             store_key(place, source, cosines + angles, sines + angles, WIDTH, WIDTH_PAD, TURNED)
-    elif TURNED > 0:
+    else:
         head = part * BLOCK_H + tl.arange(0, BLOCK_H)
-        rotate_queries(target, cosines + angles, sines + angles, head, HEADS, WIDTH, TURNED, TURNED_PAD)
+        if TURNED > 0:
+            rotate_queries(target, cosines + angles, sines + angles, head, HEADS, WIDTH, TURNED, TURNED_PAD)
+        if slot < 0:
+            latent = tl.arange(0, LATENT_PAD)
+            place = output + ((token * HEADS + head) * LATENT)[:, None] + latent[None, :]
+            nothing = tl.zeros([BLOCK_H, LATENT_PAD], output.dtype.element_ty)
+            tl.store(place, nothing, mask=(head < HEADS)[:, None] & (latent < LATENT)[None, :])

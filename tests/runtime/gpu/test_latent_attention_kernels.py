@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -134,6 +134,20 @@ def test_padding_is_neither_stored_nor_attended() -> None:
     assert torch.equal(seen[:2], wanted)
     assert torch.equal(padded.cache[0][1:].nan_to_num(9), before[1:].nan_to_num(9))
     assert not padded.cache[0][0].any()
+
+
+@pytest.mark.parametrize("turned", [0, 16])
+def test_tokens_of_no_request_have_zeros(turned: int) -> None:
+    """Beside two requests without a token."""
+    case = PagedCase.random(((20, 1), (9, 4)), (17, 1), 48, 16, torch.float32, turned=turned)
+    wanted, count = latents.attend(case, 32), len(case.heads)
+    rotation = case.rotation and tuple(torch.cat((part, part[:2])) for part in case.rotation)
+    heads, slots = torch.cat((case.heads, case.heads[:2])), torch.cat((case.slots, torch.tensor([-1, -1])))
+    starts, tables = (torch.cat((part, part[-1:], part[-1:])) for part in (case.query_starts, case.tables))
+    padding = {"lengths": (*case.lengths, (1, 0), (1, 0)), "query_starts": starts, "tables": tables}
+    seen = latents.attend(replace(case, heads=heads, slots=slots, rotation=rotation, **padding), 32)
+    assert torch.equal(seen[:count], wanted)
+    assert torch.equal(seen[count:], torch.zeros(2, 17, 32))
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])

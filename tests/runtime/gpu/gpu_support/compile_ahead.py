@@ -106,7 +106,7 @@ def latent_cases(capability: int) -> Iterator[Case]:
     filled = {"HEADS": 128, "HEAD_DIM": 192, "INTERLEAVED": True, "BLOCK_H": latent_attention.HEADS_TOGETHER} | widths
     yield "fill_latent_rows", kernels.fill_latent_rows, filled, pointers, {"num_warps": 4}
     rotated = {"HEADS": 128, "WIDTH": 576, "WIDTH_PAD": 1024, "TURNED": 64, "TURNED_PAD": 64, "PAGE": 16}
-    rotated |= {"BLOCK_H": latent_attention.HEADS_TOGETHER}
+    rotated |= {"BLOCK_H": latent_attention.HEADS_TOGETHER, "LATENT": 512, "LATENT_PAD": 512}
     yield "rotate_and_store_latents", kernels.rotate_and_store_latents, rotated, pointers, {"num_warps": 4}
 
 
