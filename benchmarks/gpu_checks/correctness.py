@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu_support import latents
 from gpu_support.paged import PagedCase
 from runtime_support.byte_backend import END, byte_backend
 from torch import Tensor
@@ -21,7 +22,7 @@ from megatron_runtime.engine.sampling.filters.truncations import MinP, TopK, Top
 from megatron_runtime.engine.sampling.sampler import make_sampler, sample
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 from megatron_runtime.gpu import rows
-from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.config import LatentAttentionConfig, ModelConfig
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.products import FIXED_ROWS, linear
 from megatron_runtime.model.tokenizer import Tokenizer
@@ -36,6 +37,18 @@ ATTENTION: dict[str, tuple[tuple[tuple[int, int], ...], tuple[int, int], int, in
     "wide heads, several splits": (((530, 1), (9, 9)), (2, 1), 256, None, None),
 }
 """Lengths and new tokens, heads on key heads, width, window and soft cap."""
+LATENTS: dict[str, tuple[tuple[tuple[int, int], ...], int]] = {
+    "single tokens": (((1, 1), (17, 1), (40, 1)), 16),
+    "prompts and single tokens": (((20, 1), (13, 7), (5, 5)), 16),
+    "heads in several programs, several splits": (((300, 1),), 128),
+}
+"""Lengths and new tokens, and heads; with the widths of DeepSeek-V3."""
+LATENT_MODEL: dict[str, Any] = {
+    "head_dim": 24,
+    "rotary_dim": 8,
+    "latent_attention": LatentAttentionConfig(32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16),
+}
+"""Changes of `small_model`."""
 SAMPLERS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "all samplers": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2},
@@ -47,7 +60,9 @@ def checks(sizes: Sizes) -> Iterator[Check]:
     for dtype in sizes.dtypes:
         kind = str(dtype).removeprefix("torch.")
         yield f"attention, {kind}", partial(check_attention, dtype)
+        yield f"attention to latents, {kind}", partial(check_latents, dtype)
         yield f"rows, {kind}", partial(check_rows, dtype)
+    yield "engine's tokens, latents", partial(check_engine, small_model(**LATENT_MODEL), "latents, ")
     yield "bits of a request in other batches", partial(check_bits, sizes.dtypes[-1])
     yield "bits of products with fixed rows", partial(check_products, sizes)
     yield "sampled tokens", partial(check_sampler, sizes.vocabulary)
@@ -73,6 +88,18 @@ def check_attention(dtype: torch.dtype) -> Iterator[Result]:
         yield compared(f"attention: {name}", found, replace(case, cache=cache).expected(window, soft_cap), dtype)
 
 
+def check_latents(dtype: torch.dtype) -> Iterator[Result]:
+    """Against float64."""
+    rotated, latent = 64, 512
+    for name, (lengths, heads) in LATENTS.items():
+        case = latents.random_case(lengths, heads, (rotated, latent), 16, dtype)
+        there = case.on(DEVICE)
+        found = latents.attend(there, latent)
+        cache = (there.cache[0].cpu(), there.cache[1].cpu())
+        wanted = latents.expected(replace(case, cache=cache), latent)
+        yield compared(f"attention to latents: {name}", found, wanted, dtype)
+
+
 def check_rows(dtype: torch.dtype) -> Iterator[Result]:
     """Norms and gates against float64."""
     generator = torch.Generator().manual_seed(5)
@@ -92,8 +119,17 @@ def check_bits(dtype: torch.dtype) -> Iterator[Result]:
     alone = PagedCase.random(((90, 1),), (4, 2), 64, 16, dtype)
     others = [PagedCase.random(((90, 1), other), (4, 2), 64, 16, dtype) for other in ((521, 1), (7, 7))]
     bits = [case.with_first_of(alone).on(DEVICE).attend(None, None)[:1].cpu() for case in (alone, *others)]
+    yield same_bits("bits of a request in other batches", bits)
+    alone = latents.random_case(((90, 1),), 16, (64, 512), 16, dtype)
+    cases = [latents.random_case(((90, 1), other), 16, (64, 512), 16, dtype) for other in ((321, 1), (3, 3))]
+    bits = [latents.attend(case.with_first_of(alone).on(DEVICE), 512)[:1].cpu() for case in (alone, *cases)]
+    yield same_bits("bits of a request in other batches, latents", bits)
+
+
+def same_bits(name: str, bits: list[Tensor]) -> Result:
+    """Whether all equal the first."""
     differing = sum(not torch.equal(bits[0], other) for other in bits[1:])
-    yield Result("bits of a request in other batches", f"{differing} of 2 differ", "0", is_wrong=differing > 0)
+    return Result(name, f"{differing} of {len(bits) - 1} differ", "0", is_wrong=differing > 0)
 
 
 def check_products(sizes: Sizes) -> Iterator[Result]:

@@ -32,8 +32,7 @@ Check = tuple[str, Callable[[], Iterable[Result]]]
 
 
 def run(checks: Iterable[Check]) -> Iterator[Result]:
-    """The results of all checks, which are also written to stderr; one that fails with an error is wrong, and the others
-    run nevertheless."""
+    """The results of all checks, also on stderr; one that fails with an error is wrong, and others run nevertheless."""
     for name, check in checks:
         print(f"{name} ...", file=sys.stderr, flush=True)
         try:

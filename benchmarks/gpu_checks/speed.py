@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gpu_checks import memory
+from gpu_checks import latent_attention, memory
 from gpu_checks.results import DEVICE, Check, Result, Sizes
 from megatron_runtime.gpu.graphs import GraphRecorder
 from megatron_runtime.gpu.sampling import row_max
@@ -24,7 +24,8 @@ SHARE_OF_FREE_MEMORY = 0.8
 
 
 def checks(sizes: Sizes) -> Iterator[Check]:
-    """With one model."""
+    """With one model, and of attention to latents alone."""
+    yield "speed of attention to latents", partial(latent_attention.measure, sizes, seconds)
     yield "memory and speed", partial(measure, sizes)
 
 

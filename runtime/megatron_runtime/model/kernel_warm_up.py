@@ -12,16 +12,17 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron_runtime.model.attention import plan_attention
+from megatron_runtime.model.attention import AttentionPlan, plan_attention
 from megatron_runtime.model.decoder_layer import DecoderLayer, SingleMixerLayer
 from megatron_runtime.model.embedding import Embedding
 from megatron_runtime.model.experts import Experts
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kernels.row_kernels import has_row_kernels
 from megatron_runtime.model.kv_cache import KVCache
+from megatron_runtime.model.latent_attention import MLASelfAttention
 from megatron_runtime.model.layers import FeedForward
 from megatron_runtime.model.norms import LayerNorm, Norm, RMSNorm, SharedRMSNorm, add_and_normalize
-from megatron_runtime.model.positions import Positions
+from megatron_runtime.model.positions import LayerPositions, Positions
 from megatron_runtime.model.self_attention import SelfAttention
 
 NOT_STORED = -1
@@ -100,16 +101,36 @@ def _attend(batch: ForwardBatch, layers: Iterable[tuple[int, nn.Module]], positi
         assert isinstance(layer, DecoderLayer | SingleMixerLayer)
         attention = layer.attention if isinstance(layer, DecoderLayer) else layer.mixer
         rotation = prepared[number].rotation
-        if not isinstance(attention, SelfAttention):
+        if not isinstance(attention, SelfAttention | MLASelfAttention):
             continue
         kind = 0 if rotation is None else rotation[0].shape[-1], attention.window is None
-        if kind not in done:
-            done.add(kind)
+        if kind in done:
+            continue
+        done.add(kind)
+        if isinstance(attention, MLASelfAttention):
+            _attend_to_latents(len(batch.tokens), attention, prepared[number], plan, cache, index)
+        else:
             heads = torch.zeros(
                 *(len(batch.tokens), sum(attention.heads), attention.head_dim), dtype=cache.dtype, device=cache.device
             )
             layer_cache, scoring = cache.layer(index), (attention.window, attention.soft_cap)
             plan.attend(heads, rotation, layer_cache, *scoring, sinks=attention.sinks, is_chunked=attention.is_chunked)
+
+
+def _attend_to_latents(
+    tokens: int,
+    attention: MLASelfAttention,
+    positions: LayerPositions,
+    plan: AttentionPlan,
+    cache: KVCache,
+    index: int,
+) -> None:
+    def zeros(*sizes: int) -> Tensor:
+        return torch.zeros(tokens, *sizes, dtype=cache.dtype, device=cache.device)
+
+    rows = attention.empty_rows(zeros(1))
+    attention.fill(rows.zero_(), zeros(attention.heads, attention.head_dim), zeros(rows.shape[2]))
+    attention.attend(rows, positions, plan, cache.layer(index))
 
 
 def _batches(block_size_tokens: int, device: torch.device) -> Iterator[ForwardBatch]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megatron_runtime.model.attention import AttentionPlan
 from megatron_runtime.model.host_memory import empty_matrix
 from megatron_runtime.model.kernels.latent_products import absorb, expand
+from megatron_runtime.model.kernels.row_kernels import has_gpu_row_kernels
 from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.layers import Linear
 from megatron_runtime.model.norms import RMSNorm
@@ -27,6 +28,9 @@ class MLASelfAttention(nn.Module):
     Has the heads of ``shard``; all tensor-parallel ranks have the projections to the latents. Weights are
     uninitialized.
     """
+
+    rows_together: int | None = None
+    """As ``rows`` of `products.linear`, of the products with the matrices of single heads."""
 
     def __init__(self, shard: Shard, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -56,21 +60,49 @@ class MLASelfAttention(nn.Module):
 
     def forward(self, hidden: Tensor, positions: LayerPositions, plan: AttentionPlan, cache: LayerCache) -> Tensor:
         """[T, hidden] to [T, hidden]."""
-        queries, rotated = self._project_queries(hidden), self.latent.qk_rope_head_dim
-        latents, rotated_keys = self.kv_down(hidden).split([self.latent.kv_lora_rank, rotated], dim=-1)
-        up = self.kv_up.view(self.heads, -1, self.latent.kv_lora_rank)
-        # The queries of all heads, then the key that they share; in each row the channels to rotate come first.
-        rows = hidden.new_empty(len(hidden), self.heads + 1, rotated + self.latent.kv_lora_rank)
-        absorb(queries, up, rows)
-        rows[:, :-1, :rotated] = self._halves(queries[..., -rotated:])
-        rows[:, :-1] *= self.query_multiplier
-        rows[:, -1, :rotated] = self._halves(rotated_keys)
-        rows[:, -1, rotated:] = self.kv_down_norm(latents)
-        seen = plan.attend(
-            rows, positions.rotation, cache, self.window, self.soft_cap, value_width=self.latent.kv_lora_rank
-        )
-        projected: Tensor = self.output(expand(seen, up, self.latent.v_head_dim).flatten(1))
+        rows = self.empty_rows(hidden)
+        queries, compressed, up = self._project_queries(hidden), self.kv_down(hidden), self._up()
+        absorb(queries, up, rows, self.query_multiplier, self.rows_together)
+        self.fill(rows, queries, compressed)
+        seen = self.attend(rows, positions, plan, cache)
+        values = expand(seen, up, self.latent.v_head_dim, self.rows_together)
+        projected: Tensor = self.output(values.flatten(1))
         return projected
+
+    def empty_rows(self, hidden: Tensor) -> Tensor:
+        """[T, heads + 1, rotated + latent]: the queries of all heads, then the key that they share.
+
+        In each row the channels to rotate come first.
+        """
+        width = self.latent.qk_rope_head_dim + self.latent.kv_lora_rank
+        return hidden.new_empty(len(hidden), self.heads + 1, width)
+
+    def fill(self, rows: Tensor, queries: Tensor, compressed: Tensor) -> None:
+        """Write all but the latent channels of the queries into rows.
+
+        Args:
+            rows: As of `empty_rows`.
+            queries: [T, heads, head_dim].
+            compressed: [T, latent + rotated].
+        """
+        norm, rotated = self.kv_down_norm, self.latent.qk_rope_head_dim
+        if has_gpu_row_kernels(rows):
+            from megatron_runtime.gpu import latent_attention  # Triton is not needed on other devices.
+
+            arrays, is_interleaved = (rows, queries, compressed, norm.weight), self.latent.rope_interleave
+            latent_attention.fill_rows(*arrays, norm.eps, self.query_multiplier, is_interleaved=is_interleaved)
+            return
+        rows[:, :-1, :rotated] = self._halves(queries[..., -rotated:]) * self.query_multiplier
+        rows[:, -1, :rotated] = self._halves(compressed[:, -rotated:])
+        rows[:, -1, rotated:] = norm(compressed[:, :-rotated])
+
+    def attend(self, rows: Tensor, positions: LayerPositions, plan: AttentionPlan, cache: LayerCache) -> Tensor:
+        """The means of latents that the queries in filled rows see: [T, heads, latent]."""
+        rank = self.latent.kv_lora_rank
+        return plan.attend(rows, positions.rotation, cache, self.window, self.soft_cap, value_width=rank)
+
+    def _up(self) -> Tensor:
+        return self.kv_up.view(self.heads, -1, self.latent.kv_lora_rank)
 
     def _project_queries(self, hidden: Tensor) -> Tensor:
         """[T, heads, head_dim]."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,6 +44,19 @@ def interpreted_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("megatron_runtime.gpu.launch._capability", lambda _: 90)
     with np.errstate(over="ignore"):
         yield
+
+
+@pytest.fixture
+def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact products of matrices: those of numpy depend on the place of a row, which says nothing of a GPU."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def exact(builder: object, a: Any, b: Any, d: Any, *_: object) -> TensorHandle:
+        del builder
+        product = a.data.astype(np.float64) @ b.data.astype(np.float64)
+        return TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", exact)
 
 
 @pytest.fixture(scope="session")

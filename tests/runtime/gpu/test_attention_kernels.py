@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from gpu_support.paged import PagedCase
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from megatron_runtime.gpu import attention
 
@@ -135,15 +132,8 @@ def test_the_bits_of_a_request_do_not_depend_on_its_batch() -> None:
     assert torch.equal(bits[0], bits[2])
 
 
-def test_the_bits_of_a_prompt_do_not_depend_on_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With exact products of matrices: those of numpy depend on the place of a row, which says nothing of a GPU."""
-
-    def exact(builder: object, a: Any, b: Any, d: Any, *_: object) -> TensorHandle:
-        del builder
-        product = a.data.astype(np.float64) @ b.data.astype(np.float64)
-        return TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", exact)
+@pytest.mark.usefixtures("exact_products")
+def test_the_bits_of_a_prompt_do_not_depend_on_its_chunks() -> None:
     whole = PagedCase.random(((90, 90),), (4, 2), 64, 16, torch.float32)
     expected = whole.attend(50, None)
     pieces, done = [], 0

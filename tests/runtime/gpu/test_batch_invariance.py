@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from gpu_support.pretended import pretended_device
-from gpu_support.small_engine import generate, on_gpu, random_decoder, small_engine
+from gpu_support.small_engine import LATENTS, generate, on_gpu, random_decoder, small_engine
 from torch import Tensor
 
 from megatron_runtime.config import InferenceConfig
@@ -63,6 +65,31 @@ def test_all_products_of_the_engine_have_fixed_rows(
         assert generate(engine, {}, lengths=(4, 3)) == expected
     assert set(rows_of_products) == {ROWS}
     assert (device.work.replays > 0) == (num_cuda_graphs == -1)
+
+
+@pytest.mark.usefixtures("device_guard")
+def test_the_products_with_the_matrices_of_heads_have_fixed_rows(
+    monkeypatch: pytest.MonkeyPatch, rows_of_products: list[int]
+) -> None:
+    """In a model with latent attention: two a layer, beside those with other weights."""
+    model = random_decoder(num_layers=1, **LATENTS)
+    expected = generate(small_engine(model), {}, lengths=(2, 2))
+    multiply = torch.baddbmm
+    rows: list[int] = []
+
+    def counted(target: Tensor, inputs: Tensor, matrices: Tensor, **options: Any) -> Tensor:
+        rows.append(inputs.shape[1])
+        return multiply(target, inputs, matrices, **options)
+
+    monkeypatch.setattr(torch, "baddbmm", counted)
+    for module in ("model.products", "engine.graph_sizes"):
+        monkeypatch.setattr(f"megatron_runtime.{module}.FIXED_ROWS", ROWS)
+    rows_of_products.clear()
+    with pretended_device():
+        engine = small_engine(on_gpu(model), batch_invariant=True)
+        assert generate(engine, {}, lengths=(2, 2)) == expected
+    assert set(rows) == {ROWS}
+    assert set(rows_of_products) == {ROWS}
 
 
 @pytest.mark.usefixtures("device_guard")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 PROGRAM = Path(__file__).parent / "gpu_support" / "compile_ahead.py"
 MOST_REGISTERS = {
+    **dict.fromkeys(("attend_latent_tiles", "attend_latent_splits"), 255),
     **dict.fromkeys(("attend_tiles", "attend_splits", "collect_candidates"), 255),
     **dict.fromkeys(("sort_visits", "widen_visits", "narrow_visits"), 255),
     **dict.fromkeys(("find_floors", "truncate_rows", "race_tokens"), 128),

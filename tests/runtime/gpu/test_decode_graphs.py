@@ -10,6 +10,7 @@ import pytest
 import torch
 from gpu_support.pretended import PretendedDevice, PretendedTensor, Work, pretended_device
 from gpu_support.small_engine import (
+    LATENTS,
     LOWER_CASE,
     generate,
     on_gpu,
@@ -61,6 +62,7 @@ EDITS = {"temperature": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.2
 CASES: dict[str, dict[str, Any]] = {
     "samplers": {"params": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "top_n_sigma": 3.0}},
     "edits, log probs, windows": {"params": LOG_PROBS, "model": {"num_layers": 2, "layer_windows": (8, None)}},
+    "latents": {"params": {"temperature": 0.8, "top_k": 40}, "model": LATENTS | {"num_layers": 2}},
     "grammar": {"params": {"temperature": 1.0, "grammar": LOWER_CASE, "ignore_eos": False}},
     "chunks and prefixes": {"config": {"max_tokens": 16, "enable_prefix_caching": True}},
     "evictions": {"config": {"kv_cache_memory_bytes": 16 << 10}},

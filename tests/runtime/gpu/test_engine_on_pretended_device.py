@@ -8,6 +8,7 @@ import pytest
 import torch
 from gpu_support.pretended import PretendedTensor, Work, pretended_device
 from gpu_support.small_engine import (
+    LATENTS,
     LAYERS,
     LOWER_CASE,
     generate,
@@ -28,6 +29,7 @@ LAUNCHES_AROUND_LAYERS = 6
 """Embedding, rotation, and from the last layer to logits."""
 LAUNCHES_PER_LAYER = 11
 """10 for contexts of one split."""
+LAUNCHES_PER_LAYER_OF_LATENTS = 17
 LAUNCHES_OF_LOG_PROBS = 20
 
 
@@ -66,6 +68,11 @@ CASES: dict[str, dict[str, Any]] = {
             **{"norm": "layer_without_bias", "parallel_feed_forward": True, "clamped_gate": ClampedGate(1.7, 0.5)},
         }
     },
+    "latents": {"model": LATENTS, "config": {"max_tokens": 16, "enable_prefix_caching": True}},
+    "latents, all samplers, windows": {
+        "model": LATENTS | {"layer_windows": (8, None), "attention_soft_cap": 20.0},
+        "params": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.05},
+    },
     "experts": {"model": {"architecture": "mixtral", "experts": EXPERTS}},
     "chunks and prefixes": {"config": {"max_tokens": 16, "enable_prefix_caching": True}},
     "offload": {"config": {"kv_cache_management_mode": "offload"}, "between": suspend_and_resume},
@@ -88,19 +95,27 @@ def test_the_engine_gives_the_tokens_of_the_cpu(case: dict[str, Any]) -> None:
     assert device.work.variants <= compiled, "a request would wait for the compiler"
     assert not any("context.py" in line or "packed_arrays.py" in line for line in +device.work.copies)
     assert device.work.pinned_copies > 0
-    assert device.work.kernels["attend_splits"] >= LAYERS
-    assert device.work.kernels["rotate_and_store"] >= LAYERS
+    splits, storing = ("attend_splits", "rotate_and_store")
+    if "latent_attention" in given["model"]:
+        splits, storing = ("attend_latent_splits", "rotate_and_store_latents")
+    assert device.work.kernels[splits] >= LAYERS
+    assert device.work.kernels[storing] >= LAYERS
     assert ("race_tokens" in device.work.kernels) == ("temperature" in given["params"])
 
 
+@pytest.mark.parametrize(
+    ("changes", "budget"),
+    [({}, LAUNCHES_PER_LAYER), (LATENTS, LAUNCHES_PER_LAYER_OF_LATENTS)],
+    ids=["heads", "latents"],
+)
 @pytest.mark.parametrize("length", [9, 2 * SPLIT + 5], ids=["one split", "several splits"])
-def test_a_decode_pass_has_few_launches_no_wait_and_no_copy(length: int) -> None:
+def test_a_decode_pass_has_few_launches_no_wait_and_no_copy(length: int, changes: dict[str, Any], budget: int) -> None:
     """What a CUDA graph asks of the code that it captures."""
     requests, page = 2, 32
     blocks = -(-length // page)
     counted = []
     for layers in (1, 2):
-        model = random_decoder(num_layers=layers, max_position_embeddings=1024)
+        model = random_decoder(num_layers=layers, max_position_embeddings=1024, **changes)
         with pretended_device() as device, torch.inference_mode():
             other = on_gpu(model)
             cache = KVCache(model.config, blocks * requests, page, model.dtype, "cuda")
@@ -123,7 +138,7 @@ def test_a_decode_pass_has_few_launches_no_wait_and_no_copy(length: int) -> None
             assert (+device.work.waits, +device.work.copies) == ({}, {})
             counted.append(device.work.launches)
     per_layer = counted[1] - counted[0]
-    assert per_layer <= LAUNCHES_PER_LAYER
+    assert per_layer <= budget
     assert counted[0] - per_layer <= LAUNCHES_AROUND_LAYERS
 
 

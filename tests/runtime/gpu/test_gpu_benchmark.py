@@ -33,6 +33,10 @@ def test_the_dry_run_goes_through_all_checks_and_finds_nothing_wrong(
     printed = capsys.readouterr().out
     names = (
         "attention: prompts",
+        "attention to latents: prompts",
+        "engine's tokens, latents, greedy, graphs",
+        "latents of 16 heads: batch 2",
+        "latents of 128 heads: prompt",
         "norm, float16",
         "bits of",
         "sampled tokens",

@@ -90,20 +90,21 @@ def test_a_query_has_the_same_bits_in_a_prefill_and_alone(dtype: torch.dtype) ->
         assert torch.equal(alone[0], together[position])
 
 
+@pytest.mark.parametrize("rows", [None, TILE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_absorbing_and_expanding_are_the_products_of_each_head(dtype: torch.dtype) -> None:
+def test_absorbing_and_expanding_are_the_products_of_each_head(dtype: torch.dtype, rows: int | None) -> None:
     heads, width, value_width, tokens = 3, 6, 5, 2 * TILE + 3
     queries = torch.randn(tokens, heads, width + ROTATED, dtype=dtype)
     up = torch.randn(heads, width + value_width, RANK, dtype=dtype)
     latents = torch.full((tokens, heads + 1, ROTATED + RANK), 7.0, dtype=dtype)
-    absorb(queries, up, latents)
-    expected = torch.einsum("thn,hnr->thr", queries[..., :width].double(), up[:, :width].double())
+    absorb(queries, up, latents, 0.5, rows)
+    expected = 0.5 * torch.einsum("thn,hnr->thr", queries[..., :width].double(), up[:, :width].double())
     torch.testing.assert_close(latents[:, :heads, ROTATED:].double(), expected, **CLOSE[dtype])
     assert (latents[:, :, :ROTATED] == 7.0).all()
     assert (latents[:, heads] == 7.0).all()
     seen = torch.randn(tokens, heads, RANK, dtype=dtype)
     values = torch.einsum("thr,hvr->thv", seen.double(), up[:, width:].double())
-    torch.testing.assert_close(expand(seen, up, value_width).double(), values, **CLOSE[dtype])
+    torch.testing.assert_close(expand(seen, up, value_width, rows).double(), values, **CLOSE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

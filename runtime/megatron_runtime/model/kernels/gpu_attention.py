@@ -15,9 +15,12 @@ def has_gpu_attention(cache: KVCache) -> bool:
     if cache.device.type != "cuda" or not has_triton():
         return False
     from megatron_runtime.gpu.attention import can_attend
+    from megatron_runtime.gpu.latent_attention import can_attend_latents
 
-    widths = cache.layout.widths
-    return can_attend(len(widths), widths[0], cache.dtype)
+    layout = cache.layout
+    if layout.values_in_keys:
+        return layout.heads == 1 and can_attend_latents(layout.key_width, layout.value_width, cache.dtype)
+    return can_attend(len(layout.widths), layout.key_width, cache.dtype)
 
 
 class GpuAttention:
@@ -40,8 +43,13 @@ class GpuAttention:
         sinks: Tensor | None = None,
         is_chunked: bool = False,
     ) -> Tensor:
-        """As in AttentionPlan, for a cache of keys and values."""
+        """As in AttentionPlan. With a cache of one array, the queries in ``heads`` are rotated in place."""
+        if value_width is not None:
+            from megatron_runtime.gpu.latent_attention import attend_latents
+
+            assert sinks is None, "no model has sinks beside latents"
+            assert not is_chunked, "no model has chunks of latents"
+            return attend_latents(heads, rotation, cache[0], self._batch, value_width, window, soft_cap)
         from megatron_runtime.gpu.attention import attend
 
-        assert value_width is None, "latents have a cache of one array"
         return attend(heads, rotation, cache, self._batch, window, soft_cap, sinks, is_chunked)

@@ -23,6 +23,8 @@ from megatron_runtime.gpu import (
     attention_kernels,
     expert_kernels,
     experts,
+    latent_attention,
+    latent_attention_kernels,
     row_kernels,
     rows,
     sampling,
@@ -77,6 +79,39 @@ def attention_cases(capability: int) -> Iterator[Case]:
         "slots": "i64"
     }
     yield "rotate_and_store", attention_kernels.rotate_and_store, rotate, pointers, {"num_warps": 4}
+
+
+def latent_cases(capability: int) -> Iterator[Case]:
+    """Attention to latents, at the sizes of DeepSeek-V3 on one GPU and on each of eight."""
+    pointers = dict.fromkeys(("output", "rows", "queries", "compressed", "weight", "cosines", "sines", "cache"), "bf16")
+    pointers |= {"slots": "i64", "partial": "fp32", "log_sums": "fp32"}
+    kernels, paged = latent_attention_kernels, {"PAGE": 16, "WINDOWED": False, "CAPPED": False}
+    widths = {"LATENT": 512, "LATENT_PAD": 512, "ROTATED": 64, "ROTATED_PAD": 64}
+    for heads in (128, 16):
+        tiles = latent_attention.tile_sizes(capability, 2)
+        splits = latent_attention.split_sizes(capability, heads, 2)
+        common, group = {"HEADS": heads} | widths | paged, min(heads, tiles.rows)
+        yield (
+            f"attend_latent_tiles {heads}",
+            kernels.attend_latent_tiles,
+            common | {"GROUP_PAD": group, "BLOCK_Q": tiles.rows // group, "BLOCK_N": tiles.keys},
+            pointers,
+            {"num_warps": tiles.warps, "num_stages": tiles.stages},
+        )
+        yield (
+            f"attend_latent_splits {heads}",
+            kernels.attend_latent_splits,
+            common
+            | {"GROUP_PAD": min(heads, splits.rows), "BLOCK_N": splits.keys, "IS_WHOLE": False}
+            | {"SPLIT": attention.SPLIT, "MOST_SPLITS": attention.MOST_SPLITS},
+            pointers,
+            {"num_warps": splits.warps, "num_stages": splits.stages},
+        )
+    filled = {"HEADS": 128, "HEAD_DIM": 192, "INTERLEAVED": True, "BLOCK_H": latent_attention.HEADS_TOGETHER} | widths
+    yield "fill_latent_rows", kernels.fill_latent_rows, filled, pointers, {"num_warps": 4}
+    rotated = {"HEADS": 128, "WIDTH": 576, "WIDTH_PAD": 1024, "TURNED": 64, "TURNED_PAD": 64, "PAGE": 16}
+    rotated |= {"BLOCK_H": latent_attention.HEADS_TOGETHER, "LATENT": 512, "LATENT_PAD": 512}
+    yield "rotate_and_store_latents", kernels.rotate_and_store_latents, rotated, pointers, {"num_warps": 4}
 
 
 def row_cases() -> Iterator[Case]:
@@ -164,6 +199,7 @@ def truncation_cases() -> Iterator[Case]:
 
 def cases(capability: int) -> Iterator[Case]:
     """All kernels."""
+    yield from latent_cases(capability)
     yield from attention_cases(capability)
     yield from expert_cases(capability)
     if capability in SMALLER:

@@ -174,7 +174,10 @@ class PretendedDevice(TorchDispatchMode):
             self.changed(compute)
             return kwargs["out"] if kwargs.get("out") is not None else args[0]
         result = self._allocated(name, compute()) if name in _VIEWS else self.launched(compute)
-        return tree_map(lambda each: PretendedTensor(each, self) if isinstance(each, Tensor) else each, result)
+        # A view shares the counter of changes of its base, which tensors of the inference mode do not have.
+        is_counted = name in _VIEWS and any(not each.is_inference() for each in given)
+        with torch.inference_mode(torch.is_inference_mode_enabled() and not is_counted):
+            return tree_map(lambda each: PretendedTensor(each, self) if isinstance(each, Tensor) else each, result)
 
     def launched(self, compute: Callable[[], Any]) -> Any:
         """The result of an operator that starts a kernel."""

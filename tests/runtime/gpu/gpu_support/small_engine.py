@@ -10,12 +10,20 @@ from runtime_support.byte_backend import END, byte_backend
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.config import LatentAttentionConfig, ModelConfig
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
 LAYERS = 2
+LATENTS: dict[str, Any] = {
+    "head_dim": 24,
+    "rotary_dim": 8,
+    "latent_attention": LatentAttentionConfig(
+        kv_lora_rank=32, q_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12
+    ),
+}
+"""Changes of a model so that it has multi-head latent attention."""
 LOWER_CASE = "start: /[a-z]+/"
 
 
