@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_support.pretended import PretendedDevice, Work, pretended_device
-from gpu_support.small_engine import LOWER_CASE, on_gpu, random_decoder, small_engine, suspend_and_resume
+from gpu_support.small_engine import LATENTS, LOWER_CASE, on_gpu, random_decoder, small_engine, suspend_and_resume
 
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engine.graph_sizes import GraphSize
@@ -88,6 +88,8 @@ CASES: dict[str, dict[str, Any]] = {
         "params": {"temperature": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 2},
         "model": {"num_layers": 2, "layer_windows": (8, None)},
     },
+    "latents": {"model": LATENTS, "config": {"max_tokens": 10, "enable_prefix_caching": True}},
+    "latents and experts": {"model": LATENTS | {"architecture": "mixtral", "experts": EXPERTS}},
     "experts": {"model": {"architecture": "mixtral", "experts": EXPERTS}},
     "grammar": {"params": {"temperature": 1.0, "grammar": LOWER_CASE, "ignore_eos": False}},
     "chunks and prefixes": {"config": {"max_tokens": 10, "enable_prefix_caching": True}},
