@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from megatron_runtime.engine.context import DynamicInferenceContext
@@ -106,9 +107,15 @@ class NextPass:
         return lambda: StepOutput(tokens.wait()[places].tolist(), None)
 
     def begin(self) -> None:
-        """Begin the pass after the last one, if no request waits, and if there are blocks for it."""
+        """Begin the pass after the last one, if there are blocks and memory for it."""
+        try:
+            self._begin()
+        except torch.OutOfMemoryError:
+            self.drop()
+
+    def _begin(self) -> None:
         last, self._last = self._last, None
-        if last is None or self._scheduler.num_waiting:
+        if last is None or self._scheduler.num_paused:
             return
         following = self._scheduler.reserve_next(last.slices)
         slices = [part for part in following if part is not None]

@@ -89,14 +89,14 @@ class PassRunner:
         Once each running request has been in a pass, one pass begins when another one ends. A pass that fails in the
         model can be repeated.
         """
-        has_begun = self._next is not None and self._next.has_begun and self._scheduler.num_running > 0
-        # What has begun has no room for new requests; they begin with the pass after it.
-        schedule = self._scheduler.schedule(admits=not has_begun)
+        # What has begun has no room for new requests; they begin with a pass after it.
+        admits = self._next is None or not self._next.has_begun or not self._scheduler.num_running
+        schedule = self._scheduler.schedule(admits=admits)
         self._apply(schedule)
         if schedule.slices and (begun := self._begin(schedule.slices)) is not None:
             self._in_flight.append(begun)
             self._context.count_pass(schedule.slices)
-            if self._next is not None:
+            if self._next is not None and not self._can_admit_next(schedule, admits=admits):
                 self._next.begin()
         else:
             self.drop_next()
@@ -131,6 +131,13 @@ class PassRunner:
             self._scheduler.remove(tracked.sequence)
             self._context.vacate(tracked.sequence)
         self._requests.close(tracked, reason, error)
+
+    def _can_admit_next(self, schedule: Schedule, *, admits: bool) -> bool:
+        """Whether a request in the queue may begin with the next pass."""
+        scheduler = self._scheduler
+        if not scheduler.num_waiting or scheduler.num_running == scheduler.limits.max_requests:
+            return False
+        return bool(schedule.admitted) or not admits
 
     def _apply(self, schedule: Schedule) -> None:
         """Apply a schedule's evictions and admissions to requests and tables."""

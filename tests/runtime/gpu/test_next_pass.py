@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gpu_support.pretended import PretendedDevice, Work, pretended_device
 from gpu_support.small_engine import LOWER_CASE, on_gpu, random_decoder, small_engine
 
@@ -96,6 +97,37 @@ def test_a_new_request_begins_with_the_pass_after_the_one_that_has_begun(device:
     assert device.work.replays == 0, "the pass had begun, and the next one has the prompt"
     assert engine.step_modern()["active_request_ids"] == [0, 1, 2]
     assert finish(engine, futures) == on_cpu(dict.fromkeys(range(3), 20))
+
+
+@pytest.mark.usefixtures("device")
+def test_passes_begin_while_requests_wait_that_have_no_room() -> None:
+    engine = captured_engine(max_requests=2)
+    lengths = {0: 6, 1: 15, 2: 9, 3: 12, 4: 5}
+    futures = [add(engine, number, length) for number, length in lengths.items()]
+    begun = []
+    while engine.scheduler.num_waiting:
+        engine.step_modern()
+        engine.check_integrity()
+        begun.append(next_pass(engine).has_begun)
+    assert begun.count(True) > 2 * begun.count(False)
+    assert finish(engine, futures) == on_cpu(lengths)
+
+
+@pytest.mark.usefixtures("device")
+def test_a_pass_that_has_no_memory_to_begin_early_begins_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = captured_engine()
+    futures = [add(engine, number, 6) for number in range(2)]
+    for _ in range(2):
+        engine.step_modern()
+
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as without_memory:
+        without_memory.setattr(engine.scheduler, "reserve_next", fail)
+        engine.step_modern()
+        assert not next_pass(engine).has_begun
+    assert finish(engine, futures) == on_cpu(dict.fromkeys(range(2), 6))
 
 
 def test_what_changes_the_next_pass_drops_what_has_begun(device: PretendedDevice) -> None:
