@@ -108,8 +108,8 @@ def run_largest_pass(
 ) -> None:
     """Run a pass with as many requests and tokens as the limits allow, and sample with all features.
 
-    All but one request have one token. The other one has the rest of the tokens, at the end of the longest context.
-    All of them share a few blocks, so the pass needs no KV cache of its size. Log probabilities of whole prompts, and
+    Most requests have one token. The last ones have the rest of the tokens, at the end of the longest contexts. All
+    of them share a few blocks, so the pass needs no KV cache of its size. Log probabilities of whole prompts, and
     the copies of keys and values that attention in plain PyTorch makes of many long contexts, are not included.
     """
     model = controller.model
@@ -140,16 +140,13 @@ def run_largest_pass(
 
 
 def _largest_batch(limits: ContextLimits, num_blocks: int, device: torch.device) -> ForwardBatch:
-    requests = limits.max_requests
-    longest = min(limits.max_tokens - requests + 1, limits.max_sequence_length)
-    lengths = np.ones(requests, np.int64)
-    lengths[-1] = longest
-    contexts = np.ones(requests, np.int64)
+    requests, more = limits.max_requests, limits.max_sequence_length - 1
+    lengths = 1 + np.clip(limits.max_tokens - requests - more * np.arange(requests)[::-1], 0, more)
+    contexts = np.where(lengths > 1, limits.max_sequence_length, 1)
     contexts[-1] = limits.max_sequence_length
     query_starts = np.concatenate(([0], lengths.cumsum()))
-    positions = np.concatenate(
-        (np.zeros(requests - 1, np.int64), np.arange(limits.max_sequence_length - longest, limits.max_sequence_length))
-    )
+    ends = zip(contexts, lengths, strict=True)
+    positions = np.concatenate([np.arange(context - length, context) for context, length in ends])
     tables = np.tile(np.arange(limits.max_blocks_per_sequence) % num_blocks, (requests, 1))
     tables[np.arange(tables.shape[1]) >= -(-contexts[:, None] // limits.block_size_tokens)] = 0
     blocks = positions // limits.block_size_tokens % num_blocks

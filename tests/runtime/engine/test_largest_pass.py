@@ -48,13 +48,27 @@ def test_the_largest_pass_has_as_many_tokens_and_requests_as_the_limits_allow(
     assert len(output.pooled) == 1
 
 
-@pytest.mark.parametrize(("tokens", "requests", "length"), [(8, 8, 512), (512, 1, 16), (512, 40, 512)])
+@pytest.mark.parametrize(("tokens", "requests", "length"), [(8, 8, 512), (512, 1, 16), (512, 40, 512), (512, 40, 16)])
 def test_the_largest_pass_is_possible_with_any_limits(
     tiny_model: Decoder, byte_tokenizer: Tokenizer, tokens: int, requests: int, length: int
 ) -> None:
     controller = TextGenerationController(tiny_model, byte_tokenizer)
     config = InferenceConfig(max_tokens=tokens, max_requests=requests, max_sequence_length=length)
     run_largest_pass(controller, largest_limits(controller, config))
+
+
+def test_several_requests_share_the_tokens_of_the_largest_pass(
+    tiny_model: Decoder, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request of the longest context would leave most of the tokens out."""
+    controller = TextGenerationController(tiny_model, byte_tokenizer)
+    config = InferenceConfig(max_tokens=96, max_requests=7, max_sequence_length=40)
+    seen: list[Any] = []
+    monkeypatch.setattr(controller, "run", lambda batch, *_: seen.append(batch))
+    run_largest_pass(controller, largest_limits(controller, config))
+    assert seen[0].query_starts.diff().tolist() == [1, 1, 1, 1, 12, 40, 40]
+    assert seen[0].context_lengths.tolist() == [1, 1, 1, 1, 40, 40, 40]
+    assert seen[0].positions[4:16].tolist() == list(range(28, 40))
 
 
 @pytest.mark.parametrize(
