@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Slices
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from megatron_runtime.engine.context import DynamicInferenceContext
 from megatron_runtime.engine.graph_sizes import GraphSize
 from megatron_runtime.engine.pass_graphs import PassGraphs
-from megatron_runtime.engine.sampling.gpu_sampler import row_parameters
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 from megatron_runtime.engine.scheduling.scheduler import Scheduler
 from megatron_runtime.engine.scheduling.sequence import SequenceSlice
@@ -31,8 +30,6 @@ from megatron_runtime.engine.text_generation_controller import StepOutput
 if TYPE_CHECKING:
     from megatron_runtime.gpu.arriving_tokens import ArrivingTokens
 
-_Parameters = dict[str, NDArray[Any]]
-
 
 @dataclass(frozen=True)
 class _BegunPass:
@@ -40,25 +37,31 @@ class _BegunPass:
 
     slices: Slices[SequenceSlice]
     """Those that sample."""
-    parameters: _Parameters
-    """As from `row_parameters`, for each of the slices."""
+    rules: SamplingRules
+    """Of the slices."""
     places: NDArray[np.intp]
     """Of their tokens among those on the device."""
     tokens: ArrivingTokens
 
-    def rows_of(self, slices: Slices[SequenceSlice], parameters: _Parameters) -> NDArray[np.intp] | None:
-        """Where these slices are among those of the pass, in its order; None if the pass lacks one of them."""
+    def rows_of(self, slices: Slices[SequenceSlice], rules: SamplingRules) -> NDArray[np.intp] | None:
+        """Where these slices are among those of the pass, which has them with these rules; None if it has not."""
         rows = np.arange(len(slices))
         if slices != self.slices:
             numbers = {part: number for number, part in enumerate(self.slices)}
             rows = np.fromiter((numbers.get(part, -1) for part in slices), np.intp, len(slices))
             if (rows < 0).any():
                 return None
-        for name in self.parameters.keys() | parameters.keys():
-            expected, found = self.parameters.get(name), parameters.get(name)
-            if not np.array_equal(0 if expected is None else expected[rows], 0 if found is None else found):
-                return None
-        return rows
+        return rows if _samples_alike(self.rules.take(rows), rules) else None
+
+
+def _samples_alike(one: SamplingRules, other: SamplingRules) -> bool:
+    """Whether these rules without edits give the same tokens. 0 disables a truncation, as no array of it does."""
+    values, others = ({type(each): each.values for each in rules.truncations} for rules in (one, other))
+    return (
+        np.array_equal(one.temperature, other.temperature)
+        and np.array_equal(one.keys, other.keys)
+        and all(np.all(values.get(kind, 0) == others.get(kind, 0)) for kind in values.keys() | others.keys())
+    )
 
 
 class NextPass:
@@ -91,19 +94,15 @@ class NextPass:
 
     def run(self, slices: Slices[SequenceSlice], size: GraphSize, rules: SamplingRules) -> PendingOutput:
         """The output of a pass; begin it on the graph of this size, unless it has begun."""
-        begun, parameters = self._begun, row_parameters(rules)
-        self._last = self._begun = None
-        sampling = [part for part in slices if part.samples]
-        rows = None
-        if begun is not None and len(sampling) == len(slices):
-            rows = begun.rows_of(slices, parameters)
+        begun, self._last, self._begun = self._begun, None, None
+        rows = None if begun is None else begun.rows_of(slices, rules)
         if begun is None or rows is None:
             tokens = self._graphs.begin(slices, size, rules).begin_sampling()
-            places = np.arange(len(sampling))
+            places = np.arange(len(rules.keys))
         else:
             tokens, places = begun.tokens, begun.places[rows]
-        if len(sampling) == len(slices):
-            self._last = _BegunPass(slices, parameters, places, tokens)
+        if len(places) == len(slices):
+            self._last = _BegunPass(slices, rules, places, tokens)
         return lambda: StepOutput(tokens.wait()[places].tolist(), None)
 
     def begin(self) -> None:
@@ -124,4 +123,4 @@ class NextPass:
         sources = last.places[[part is not None for part in following]]
         rules = self._context.sampling_rules(slices, with_edits=False)
         tokens = self._graphs.begin(slices, size, rules, sources).begin_sampling()
-        self._begun = _BegunPass(slices, row_parameters(rules), np.arange(len(slices)), tokens)
+        self._begun = _BegunPass(slices, rules, np.arange(len(slices)), tokens)

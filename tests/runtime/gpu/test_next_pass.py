@@ -86,6 +86,19 @@ def test_requests_that_end_leave_the_others_their_rows(device: PretendedDevice) 
     assert device.work.kernels["turn_positions"] == engine.context.step_count, "no pass was begun in vain"
 
 
+def test_a_request_that_ends_may_be_the_only_one_with_a_parameter(device: PretendedDevice) -> None:
+    """The parameters of the others are those of the pass that has begun, where it has an array of zeros for them."""
+    engine = captured_engine()
+    futures = [add(engine, 0, 20, top_k=5), add(engine, 1, 30)]
+    for _ in range(6):
+        engine.step_modern()
+    engine.abort_request(0)
+    device.work = Work()
+    engine.step_modern()
+    assert device.work.replays == 2, "the next pass has begun, and none in vain"
+    assert finish(engine, futures[1:]) == on_cpu({1: 30})
+
+
 def test_a_new_request_begins_with_the_pass_after_the_one_that_has_begun(device: PretendedDevice) -> None:
     engine = captured_engine()
     futures = [add(engine, number, 20) for number in range(2)]
