@@ -87,6 +87,10 @@ class ScoreLimits:
     sinks: Tensor | None
     is_chunked: bool
 
+    def numbers(self, width: int) -> tuple[float, int, float]:
+        """The scale of products of vectors of this width, the window and the soft cap; 0 for none."""
+        return 1 / math.sqrt(width), self.window or 0, self.soft_cap or 0.0
+
     def constants(self) -> dict[str, bool]:
         """Of all kernels that attend."""
         is_limited = self.window is not None
@@ -95,6 +99,47 @@ class ScoreLimits:
             "CHUNKED": is_limited and self.is_chunked,
             "HAS_SINKS": self.sinks is not None,
         }
+
+
+@dataclass(frozen=True)
+class SplitResults:
+    """Memory for the results of single queries over splits of their contexts."""
+
+    count: int
+    """Most splits of a context. With 1, the results are those of whole contexts, and there is no memory."""
+    partial: Tensor
+    """float32 [R, heads, splits, width]."""
+    log_sums: Tensor
+    """float32 [R, heads, splits]."""
+
+    @classmethod
+    def of(cls, output: Tensor, batch: PagedBatch, page: int) -> SplitResults:
+        """For [T, heads, width], and contexts of as many tokens as the tables have blocks for."""
+        requests, (_, heads, width) = len(batch.context_lengths), output.shape
+        count = min(-(-batch.block_tables.shape[1] * page // SPLIT), MOST_SPLITS)
+        if count <= 1:
+            return cls(count, output, output)
+        partial = torch.empty(requests, heads, count, width, dtype=torch.float32, device=output.device)
+        return cls(count, partial, torch.empty(requests, heads, count, dtype=torch.float32, device=output.device))
+
+    def merge_into(self, output: Tensor, batch: PagedBatch, limits: ScoreLimits) -> None:
+        """Write the outputs, by one launch; nothing is left to do for whole contexts."""
+        if self.count <= 1:
+            return
+        requests, (_, heads, width) = len(batch.context_lengths), output.shape
+        sinks = output if limits.sinks is None else limits.sinks
+        tables = batch.query_starts, batch.context_lengths
+        launch(
+            merge_splits,
+            (requests, heads),
+            (output, self.partial, self.log_sums, sinks, *tables, limits.window or 0, self.count),
+            HEADS=heads,
+            WIDTH=width,
+            WIDTH_PAD=max(power_of_two(width), SMALLEST_DOT),
+            **limits.constants(),
+            SPLIT=SPLIT,
+            MOST_SPLITS=MOST_SPLITS,
+        )
 
 
 def can_attend(num_arrays: int, width: int, dtype: torch.dtype) -> bool:
@@ -177,7 +222,7 @@ def _attend_tiles(
         (len(queries) // block_q + requests, kv_heads),
         (
             *(output, queries, keys, values, batch.block_tables, batch.query_starts, batch.context_lengths, requests),
-            *(sinks, 1 / math.sqrt(width), limits.window or 0, limits.soft_cap or 0.0),
+            *(sinks, *limits.numbers(width)),
             *(keys.stride(0), keys.stride(1), batch.block_tables.stride(0)),
         ),
         **_constants(heads, width, page),
@@ -203,21 +248,17 @@ def _attend_splits(
     sinks = queries if limits.sinks is None else limits.sinks
     kv_heads, page, width = keys.shape[1:]
     heads, requests = queries.shape[1], len(batch.context_lengths)
-    splits = min(-(-batch.block_tables.shape[1] * page // SPLIT), MOST_SPLITS)
+    splits = SplitResults.of(output, batch, page)
     sizes = split_sizes(capability(queries), power_of_two(width), queries.element_size())
-    partial, log_sums = output, output
-    if splits > 1:
-        partial = torch.empty(requests, heads, splits, width, dtype=torch.float32, device=output.device)
-        log_sums = torch.empty(requests, heads, splits, dtype=torch.float32, device=output.device)
     constants = _constants(heads, width, page) | limits.constants()
     launch(
         attend_splits,
-        (requests, kv_heads, splits),
+        (requests, kv_heads, splits.count),
         (
-            *(output, partial, log_sums, queries, keys, values),
+            *(output, splits.partial, splits.log_sums, queries, keys, values),
             *(batch.block_tables, batch.query_starts, batch.context_lengths),
-            *(sinks, 1 / math.sqrt(width), limits.window or 0, limits.soft_cap or 0.0),
-            *(keys.stride(0), keys.stride(1), batch.block_tables.stride(0), splits),
+            *(sinks, *limits.numbers(width)),
+            *(keys.stride(0), keys.stride(1), batch.block_tables.stride(0), splits.count),
         ),
         **constants,
         GROUP=heads // kv_heads,
@@ -226,20 +267,11 @@ def _attend_splits(
         MOST_SPLITS=MOST_SPLITS,
         BLOCK_N=sizes.keys,
         CAPPED=limits.soft_cap is not None,
-        IS_WHOLE=splits == 1,
+        IS_WHOLE=splits.count == 1,
         num_warps=sizes.warps,
         num_stages=sizes.stages,
     )
-    if splits > 1:
-        del constants["PAGE"]
-        launch(
-            merge_splits,
-            (requests, heads),
-            (output, partial, log_sums, sinks, batch.query_starts, batch.context_lengths, limits.window or 0, splits),
-            **constants,
-            SPLIT=SPLIT,
-            MOST_SPLITS=MOST_SPLITS,
-        )
+    splits.merge_into(output, batch, limits)
 
 
 def _constants(heads: int, width: int, page: int) -> dict[str, int | bool]:

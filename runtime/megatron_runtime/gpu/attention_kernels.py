@@ -142,6 +142,23 @@ def request_of_tile(query_starts, tile, num_requests, BLOCK_Q: tl.constexpr):
     return low - 1
 
 
+@triton.jit
+def keys_of_tile(
+    context, count, first, window, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr,
+    CHUNKED: tl.constexpr,
+):  # fmt: skip
+    """The range of keys for BLOCK_Q of ``count`` queries, from ``first`` on: its begin, the first key of which the
+    queries need a mask, and its end. Both begins are multiples of BLOCK_N."""
+    end = tl.minimum(context, context - count + first + BLOCK_Q)
+    begin = 0
+    # The blocks before this position are seen by all queries of the tile.
+    masked = (context - count + first + 1) // BLOCK_N * BLOCK_N
+    if WINDOWED:
+        begin = first_key(context - count + first, window, CHUNKED) // BLOCK_N * BLOCK_N
+        masked = begin
+    return begin, masked, end
+
+
 @triton.jit(do_not_specialize=["num_requests", "window", "table_stride"])
 def attend_tiles(
     output, queries, keys, values, block_tables, query_starts, context_lengths, num_requests, sinks, scale,
@@ -174,13 +191,7 @@ def attend_tiles(
     position = context - count + row
     head, is_head = kv_head * GROUP + member, member < GROUP
     state = no_keys(sinks, head, is_head, BLOCK_Q * GROUP_PAD, WIDTH_PAD, HAS_SINKS)
-    end = tl.minimum(context, context - count + first + BLOCK_Q)
-    begin = 0
-    # The blocks before this position are seen by all queries of the tile.
-    masked = (context - count + first + 1) // BLOCK_N * BLOCK_N
-    if WINDOWED:
-        begin = first_key(context - count + first, window, CHUNKED) // BLOCK_N * BLOCK_N
-        masked = begin
+    begin, masked, end = keys_of_tile(context, count, first, window, BLOCK_Q, BLOCK_N, WINDOWED, CHUNKED)
     table = block_tables + request.to(tl.int64) * table_stride
     _, total, summed = attend_range(
         state, mine, position, keys, values, table, begin, masked, end, kv_head, scale, window, soft_cap,
@@ -195,6 +206,20 @@ def attend_tiles(
 def split_length(context, SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr):
     """Tokens of each split of a context: SPLIT, or the smallest multiple that makes at most MOST_SPLITS of them."""
     return tl.maximum(tl.cdiv(tl.cdiv(context, SPLIT), MOST_SPLITS), 1) * SPLIT
+
+
+@triton.jit
+def keys_of_split(
+    context, split, window, SPLIT: tl.constexpr, MOST_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOWED: tl.constexpr, CHUNKED: tl.constexpr,
+):  # fmt: skip
+    """The range of keys of a split of a context for its last token; it may be empty."""
+    length = split_length(context, SPLIT, MOST_SPLITS)
+    begin = split * length
+    end = tl.minimum(context, begin + length)
+    if WINDOWED:
+        begin = tl.maximum(begin, first_key(context - 1, window, CHUNKED) // BLOCK_N * BLOCK_N)
+    return begin, end
 
 
 @triton.jit(do_not_specialize=["window", "table_stride", "num_splits"])
@@ -215,11 +240,7 @@ def attend_splits(
     if tl.load(query_starts + request + 1) - start != 1:
         return
     context = tl.load(context_lengths + request)
-    length = split_length(context, SPLIT, MOST_SPLITS)
-    begin = split * length
-    end = tl.minimum(context, begin + length)
-    if WINDOWED:
-        begin = tl.maximum(begin, first_key(context - 1, window, CHUNKED) // BLOCK_N * BLOCK_N)
+    begin, end = keys_of_split(context, split, window, SPLIT, MOST_SPLITS, BLOCK_N, WINDOWED, CHUNKED)
     if begin >= end:
         return
     member, channel = tl.arange(0, GROUP_PAD), tl.arange(0, WIDTH_PAD)

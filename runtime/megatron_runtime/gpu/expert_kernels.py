@@ -157,6 +157,22 @@ def product(
 
 
 @triton.jit
+def visits_between(order, start, stop, SINGLE: tl.constexpr, BLOCK_M: tl.constexpr):
+    """BLOCK_M places in the order by expert from ``start`` on, which of them are before ``stop``, and their visits."""
+    place = start + tl.arange(0, BLOCK_M)
+    is_visit = place < stop
+    visit = place if SINGLE else tl.load(order + place, mask=is_visit, other=0)
+    return place, is_visit, visit
+
+
+@triton.jit
+def bias_of(biases, offsets, expert, channel, is_channel):
+    """float32, those of some channels of an expert."""
+    bias = biases + tl.load(offsets + expert)
+    return tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def rounded(wide, like):
     """float32 with the precision of the elements of ``like``."""
     return wide.to(like.dtype.element_ty).to(tl.float32)
@@ -189,9 +205,7 @@ def widen_visits(
     expert, start, stop = visits_of_tile(chosen, starts, tl.program_id(1), first, COUNT, COUNT_PAD, SINGLE, BLOCK_M)
     if start >= stop:
         return
-    place = start + tl.arange(0, BLOCK_M)
-    is_visit = place < stop
-    visit = place if SINGLE else tl.load(order + place, mask=is_visit, other=0)
+    place, is_visit, visit = visits_between(order, start, stop, SINGLE, BLOCK_M)
     token = visit // PER_TOKEN
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     channel, is_channel = column, column < CHANNELS
@@ -202,8 +216,7 @@ def widen_visits(
     rows, channels = hidden + token.to(tl.int64) * SIZE, matrix + channel.to(tl.int64) * SIZE
     widened = product(rows, is_visit, channels, is_channel, SIZE, BLOCK_M, BLOCK_N, BLOCK_K)
     if BIASED:
-        bias = biases + tl.load(bias_offsets + expert)
-        widened += tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+        widened += bias_of(biases, bias_offsets, expert, channel, is_channel)[None, :]
     widened = rounded(widened, hidden)
     if GATED:
         result = combined(widened, hidden, alpha, limit, ACTIVATION, CLAMPED)
@@ -229,17 +242,14 @@ def narrow_visits(
     expert, start, stop = visits_of_tile(chosen, starts, tl.program_id(1), first, COUNT, COUNT_PAD, SINGLE, BLOCK_M)
     if start >= stop:
         return
-    place = start + tl.arange(0, BLOCK_M)
-    is_visit = place < stop
-    visit = place if SINGLE else tl.load(order + place, mask=is_visit, other=0)
+    place, is_visit, visit = visits_between(order, start, stop, SINGLE, BLOCK_M)
     channel = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_channel = channel < CHANNELS
     matrix = matrix_of(matrices, offsets, expert)
     rows, channels = inputs + place.to(tl.int64) * SIZE, matrix + channel.to(tl.int64) * SIZE
     result = product(rows, is_visit, channels, is_channel, SIZE, BLOCK_M, BLOCK_N, BLOCK_K)
     if BIASED:
-        bias = biases + tl.load(bias_offsets + expert)
-        result += tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+        result += bias_of(biases, bias_offsets, expert, channel, is_channel)[None, :]
     target = output + visit.to(tl.int64)[:, None] * CHANNELS + channel[None, :]
     tl.store(target, result.to(output.dtype.element_ty), mask=is_visit[:, None] & is_channel[None, :])
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from megatron_runtime.gpu import attention
-from megatron_runtime.gpu.attention import SMALLEST_DOT, PagedBatch, TileSizes, has_large_shared_memory
-from megatron_runtime.gpu.attention_kernels import merge_splits
+from megatron_runtime.gpu.attention import (
+    SMALLEST_DOT,
+    PagedBatch,
+    ScoreLimits,
+    SplitResults,
+    TileSizes,
+    has_large_shared_memory,
+)
 from megatron_runtime.gpu.latent_attention_kernels import (
     attend_latent_splits,
     attend_latent_tiles,
@@ -114,12 +118,10 @@ def attend_latents(
     heads = rows.shape[1] - 1
     output = rows.new_empty(len(rows), heads, latent)
     _rotate_and_store(output, rows, rotation, cache, batch.slots)
-    scoring = (1 / math.sqrt(rows.shape[2]), window or 0, soft_cap or 0.0)
-    constants = _constants(heads, rows.shape[2], latent, cache.shape[2])
-    limits = {"WINDOWED": window is not None, "CAPPED": soft_cap is not None}
+    limits = ScoreLimits(window, soft_cap, sinks=None, is_chunked=False)
     if len(rows) > len(batch.context_lengths):
-        _attend_tiles(output, rows, cache, batch, scoring, constants | limits)
-    _attend_splits(output, rows, cache, batch, scoring, constants | limits)
+        _attend_tiles(output, rows, cache, batch, limits)
+    _attend_splits(output, rows, cache, batch, limits)
     return output
 
 
@@ -145,14 +147,7 @@ def _rotate_and_store(
     )
 
 
-def _attend_tiles(
-    output: Tensor,
-    rows: Tensor,
-    cache: Tensor,
-    batch: PagedBatch,
-    scoring: tuple[float, int, float],
-    constants: dict[str, int | bool],
-) -> None:
+def _attend_tiles(output: Tensor, rows: Tensor, cache: Tensor, batch: PagedBatch, limits: ScoreLimits) -> None:
     heads, requests = output.shape[1], len(batch.context_lengths)
     sizes = tile_sizes(capability(rows), rows.element_size())
     group = min(power_of_two(heads), sizes.rows)
@@ -162,9 +157,9 @@ def _attend_tiles(
         (len(rows) // block_q + requests, -(-heads // group)),
         (
             *(output, rows, cache, batch.block_tables, batch.query_starts, batch.context_lengths, requests),
-            *(*scoring, cache.stride(0), batch.block_tables.stride(0)),
+            *(*limits.numbers(rows.shape[2]), cache.stride(0), batch.block_tables.stride(0)),
         ),
-        **constants,
+        **_constants(output, rows, cache, limits),
         GROUP_PAD=group,
         BLOCK_Q=block_q,
         BLOCK_N=sizes.keys,
@@ -173,56 +168,34 @@ def _attend_tiles(
     )
 
 
-def _attend_splits(
-    output: Tensor,
-    rows: Tensor,
-    cache: Tensor,
-    batch: PagedBatch,
-    scoring: tuple[float, int, float],
-    constants: dict[str, int | bool],
-) -> None:
-    heads, latent, requests = output.shape[1], output.shape[2], len(batch.context_lengths)
-    splitting = {"SPLIT": attention.SPLIT, "MOST_SPLITS": attention.MOST_SPLITS}
-    reach = batch.block_tables.shape[1] * cache.shape[2]
-    splits = min(-(-reach // attention.SPLIT), attention.MOST_SPLITS)
+def _attend_splits(output: Tensor, rows: Tensor, cache: Tensor, batch: PagedBatch, limits: ScoreLimits) -> None:
+    heads, requests = output.shape[1], len(batch.context_lengths)
+    splits = SplitResults.of(output, batch, cache.shape[2])
     sizes = split_sizes(capability(rows), heads, rows.element_size())
     group = min(max(power_of_two(heads), SMALLEST_DOT), sizes.rows)
-    partial, log_sums = output, output
-    if splits > 1:
-        partial = torch.empty(requests, heads, splits, latent, dtype=torch.float32, device=output.device)
-        log_sums = torch.empty(requests, heads, splits, dtype=torch.float32, device=output.device)
     launch(
         attend_latent_splits,
-        (requests, -(-heads // group), splits),
+        (requests, -(-heads // group), splits.count),
         (
-            *(output, partial, log_sums, rows, cache, batch.block_tables, batch.query_starts, batch.context_lengths),
-            *(*scoring, cache.stride(0), batch.block_tables.stride(0), splits),
+            *(output, splits.partial, splits.log_sums, rows, cache),
+            *(batch.block_tables, batch.query_starts, batch.context_lengths),
+            *(*limits.numbers(rows.shape[2]), cache.stride(0), batch.block_tables.stride(0), splits.count),
         ),
-        **constants,
-        **splitting,
+        **_constants(output, rows, cache, limits),
+        SPLIT=attention.SPLIT,
+        MOST_SPLITS=attention.MOST_SPLITS,
         GROUP_PAD=group,
         BLOCK_N=sizes.keys,
-        IS_WHOLE=splits == 1,
+        IS_WHOLE=splits.count == 1,
         num_warps=sizes.warps,
         num_stages=sizes.stages,
     )
-    if splits > 1:
-        _, window, _ = scoring
-        launch(
-            merge_splits,
-            (requests, heads),
-            (output, partial, log_sums, rows, batch.query_starts, batch.context_lengths, window, splits),
-            HEADS=heads,
-            WIDTH=latent,
-            WIDTH_PAD=constants["LATENT_PAD"],
-            **splitting,
-            WINDOWED=constants["WINDOWED"],
-            CHUNKED=False,
-            HAS_SINKS=False,
-        )
+    splits.merge_into(output, batch, limits)
 
 
-def _constants(heads: int, width: int, latent: int, page: int) -> dict[str, int | bool]:
+def _constants(output: Tensor, rows: Tensor, cache: Tensor, limits: ScoreLimits) -> dict[str, int | bool]:
+    _, heads, latent = output.shape
+    width, page = rows.shape[2], cache.shape[2]
     return {
         "HEADS": heads,
         "LATENT": latent,
@@ -230,4 +203,6 @@ def _constants(heads: int, width: int, latent: int, page: int) -> dict[str, int 
         "ROTATED": width - latent,
         "ROTATED_PAD": max(power_of_two(width - latent), SMALLEST_DOT),
         "PAGE": page,
+        "WINDOWED": limits.window is not None,
+        "CAPPED": limits.soft_cap is not None,
     }

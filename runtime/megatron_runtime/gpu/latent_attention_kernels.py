@@ -12,12 +12,13 @@ import triton.language as tl
 
 from megatron_runtime.gpu.attention_kernels import (
     first_key,
+    keys_of_split,
+    keys_of_tile,
     limited,
     no_keys,
     request_of_tile,
     score_factor,
     softmax_step,
-    split_length,
 )
 
 
@@ -121,13 +122,7 @@ def attend_latent_tiles(
     )  # fmt: skip
     position = context - count + row
     state = no_keys(rows, head, exists, BLOCK_Q * GROUP_PAD, LATENT_PAD, False)
-    end = tl.minimum(context, context - count + first + BLOCK_Q)
-    begin = 0
-    # The blocks before this position are seen by all queries of the tile.
-    masked = (context - count + first + 1) // BLOCK_N * BLOCK_N
-    if WINDOWED:
-        begin = first_key(context - count + first, window, False) // BLOCK_N * BLOCK_N
-        masked = begin
+    begin, masked, end = keys_of_tile(context, count, first, window, BLOCK_Q, BLOCK_N, WINDOWED, False)
     table = block_tables + request.to(tl.int64) * table_stride
     _, total, summed = attend_latent_range(
         state, mine, turned, position, cache, table, begin, masked, end, scale, window, soft_cap, block_stride,
@@ -159,11 +154,7 @@ def attend_latent_splits(
     if tl.load(query_starts + request + 1) - start != 1:
         return
     context = tl.load(context_lengths + request)
-    length = split_length(context, SPLIT, MOST_SPLITS)
-    begin = split * length
-    end = tl.minimum(context, begin + length)
-    if WINDOWED:
-        begin = tl.maximum(begin, first_key(context - 1, window, False) // BLOCK_N * BLOCK_N)
+    begin, end = keys_of_split(context, split, window, SPLIT, MOST_SPLITS, BLOCK_N, WINDOWED, False)
     if begin >= end:
         return
     head = tl.program_id(1) * GROUP_PAD + tl.arange(0, GROUP_PAD)
