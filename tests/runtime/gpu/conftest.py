@@ -10,11 +10,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from gpu_support.pretended import PretendedDevice
 
 HERE = Path(__file__).parent
 if str(HERE) not in sys.path:
@@ -74,3 +77,27 @@ def device_guard(tmp_path_factory: pytest.TempPathFactory) -> None:
 def one_pass_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pass begins before the tokens of the last one are known, so that a step has the work of one pass."""
     monkeypatch.setattr("megatron_runtime.engine.next_pass.NextPass.begin", lambda _: None)
+
+
+@pytest.fixture
+def device() -> Iterator[PretendedDevice]:
+    """The pretended device."""
+    from gpu_support.pretended import pretended_device
+
+    with pretended_device() as device:
+        yield device
+
+
+@pytest.fixture
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that short contexts have several, and long ones longer splits."""
+    monkeypatch.setattr("megatron_runtime.gpu.attention.SPLIT", 32)
+    monkeypatch.setattr("megatron_runtime.gpu.attention.MOST_SPLITS", 2)
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """New memory is NaN, so that a value which no kernel writes is found."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

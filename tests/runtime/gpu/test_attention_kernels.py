@@ -5,7 +5,6 @@ bfloat16 is not tested here: the interpreter multiplies its bits as if they were
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -14,13 +13,7 @@ from gpu_support.paged import PagedCase
 
 from megatron_runtime.gpu import attention
 
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """New memory is NaN, so that a value which no kernel writes is found."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @dataclass(frozen=True)

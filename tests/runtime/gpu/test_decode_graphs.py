@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from gpu_support.pretended import PretendedDevice, PretendedTensor, Work, pretended_device
+from gpu_support.pretended import PretendedDevice, PretendedTensor, Work
 from gpu_support.small_engine import (
     LATENTS,
     LOWER_CASE,
     generate,
     on_gpu,
+    one_layer,
     random_decoder,
     small_engine,
     suspend_and_resume,
@@ -31,25 +31,7 @@ LAUNCHES_PER_LAYER = 12
 LAUNCHES_AROUND_LAYERS = 20
 """The budgets of a decode pass with its sampling."""
 
-pytestmark = pytest.mark.usefixtures("device_guard")
-
-
-@pytest.fixture(autouse=True)
-def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that short contexts have several, and long ones longer splits."""
-    monkeypatch.setattr("megatron_runtime.gpu.attention.SPLIT", 32)
-    monkeypatch.setattr("megatron_runtime.gpu.attention.MOST_SPLITS", 2)
-
-
-@pytest.fixture
-def device() -> Iterator[PretendedDevice]:
-    with pretended_device() as device:
-        yield device
-
-
-def one_layer(**changes: Any) -> Decoder:
-    """A model that the interpreter runs faster."""
-    return random_decoder(**({"num_layers": 1} | changes))
+pytestmark = pytest.mark.usefixtures("device_guard", "short_splits")
 
 
 def captured_engine(model: Decoder, **config: Any) -> DynamicInferenceEngine:

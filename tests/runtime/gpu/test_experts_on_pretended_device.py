@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from gpu_support.pretended import PretendedDevice, PretendedTensor, Work, pretended_device
+from gpu_support.pretended import PretendedDevice, PretendedTensor, Work
 from gpu_support.small_engine import generate, on_gpu, random_decoder, small_engine, suspend_and_resume
 
 from megatron_runtime.config import InferenceConfig
@@ -26,12 +25,6 @@ SIGMOIDS = RoutingConfig("sigmoid", normalize_weights=True, has_selection_bias=T
 INPUTS = RoutingConfig("sigmoid", weights_inputs=True)
 
 pytestmark = pytest.mark.usefixtures("device_guard")
-
-
-@pytest.fixture
-def device() -> Iterator[PretendedDevice]:
-    with pretended_device() as device:
-        yield device
 
 
 def one_layer(experts: ExpertsConfig = EXPERTS, architecture: str = "mixtral", **changes: Any) -> Decoder:

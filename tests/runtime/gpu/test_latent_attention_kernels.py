@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -15,13 +14,7 @@ from torch.nn.functional import rms_norm
 from megatron_runtime.gpu import attention, latent_attention
 from megatron_runtime.gpu.launch import power_of_two
 
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """New memory is NaN, so that a value which no kernel writes is found."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @dataclass(frozen=True)

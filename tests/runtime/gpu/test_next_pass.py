@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gpu_support.pretended import PretendedDevice, Work, pretended_device
+from gpu_support.pretended import PretendedDevice, Work
 from gpu_support.small_engine import LOWER_CASE, on_gpu, random_decoder, small_engine
 
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
@@ -17,12 +16,6 @@ from megatron_runtime.engine.next_pass import NextPass
 from megatron_runtime.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("device_guard")
-
-
-@pytest.fixture
-def device() -> Iterator[PretendedDevice]:
-    with pretended_device() as device:
-        yield device
 
 
 def captured_engine(**config: Any) -> DynamicInferenceEngine:

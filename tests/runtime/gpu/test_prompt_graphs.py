@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from gpu_support.pretended import PretendedDevice, Work, pretended_device
-from gpu_support.small_engine import LATENTS, LOWER_CASE, on_gpu, random_decoder, small_engine, suspend_and_resume
+from gpu_support.small_engine import (
+    LATENTS,
+    LOWER_CASE,
+    on_gpu,
+    one_layer,
+    random_decoder,
+    small_engine,
+    suspend_and_resume,
+)
 
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engine.graph_sizes import GraphSize
@@ -22,21 +30,13 @@ LENGTHS = {0: (3, 9), 2: (12, 4), 3: (7, 3), 5: (24, 3)}
 
 EXPERTS = ExpertsConfig(count=8, per_token=2, intermediate_size=64)
 
-pytestmark = pytest.mark.usefixtures("device_guard")
+pytestmark = pytest.mark.usefixtures("device_guard", "short_splits")
 
 
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs for 16 and 32 tokens, and short splits, so that contexts have several."""
+    """Graphs for 16 and 32 tokens."""
     monkeypatch.setattr("megatron_runtime.engine.graph_sizes._TOKEN_STEP", 16)
-    monkeypatch.setattr("megatron_runtime.gpu.attention.SPLIT", 32)
-    monkeypatch.setattr("megatron_runtime.gpu.attention.MOST_SPLITS", 2)
-
-
-@pytest.fixture
-def device() -> Iterator[PretendedDevice]:
-    with pretended_device() as device:
-        yield device
 
 
 def captured_engine(model: Decoder, **config: Any) -> DynamicInferenceEngine:
@@ -44,11 +44,6 @@ def captured_engine(model: Decoder, **config: Any) -> DynamicInferenceEngine:
     settings: dict[str, Any] = {"num_cuda_graphs": -1, "max_requests": 3, "cuda_graph_max_tokens": 32}
     settings["use_cuda_graphs_for_non_decode_steps"] = True
     return small_engine(on_gpu(model), **(settings | config))
-
-
-def one_layer(**changes: Any) -> Decoder:
-    """A model that the interpreter runs faster."""
-    return random_decoder(**({"num_layers": 1} | changes))
 
 
 def prompt(length: int, first: int = 0) -> list[int]:

@@ -50,6 +50,11 @@ def random_decoder(**changes: Any) -> Decoder:
     return model
 
 
+def one_layer(**changes: Any) -> Decoder:
+    """A model that the interpreter runs faster."""
+    return random_decoder(**({"num_layers": 1} | changes))
+
+
 def on_gpu(model: Decoder) -> Decoder:
     """A copy on the current GPU, which may be a pretended one."""
     other = Decoder(model.config, dtype=model.dtype, device="cuda")
