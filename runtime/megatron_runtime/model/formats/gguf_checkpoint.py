@@ -16,7 +16,13 @@ from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.formats.coded_rows import CodedRows, decode
 from megatron_runtime.model.formats.gguf_file import GgufFile
-from megatron_runtime.model.formats.gguf_rows import TensorRows, expert_rows, recurrent_inputs, reshape_recurrent
+from megatron_runtime.model.formats.gguf_rows import (
+    TensorRows,
+    expert_rows,
+    order_value_heads,
+    recurrent_inputs,
+    reshape_recurrent,
+)
 from megatron_runtime.model.formats.tensor_names import TensorNames, tensor_names
 from megatron_runtime.model.formats.weight_source import StoredTensor, row_pieces
 from megatron_runtime.model.recurrent_config import GatedDeltaConfig
@@ -58,10 +64,13 @@ class GgufWeights:
                     rows = replace(rows, shape=(1, *tensor.shape))  # a matrix of one row
                 self._by_name[_hugging_face_name(name, names, layer_names)] = rows
         self._names = names
-        if isinstance(config.recurrent, GatedDeltaConfig):
+        has_joined_inputs = len(names.recurrent_inputs) == 1
+        if isinstance(config.recurrent, GatedDeltaConfig) and has_joined_inputs:
             self._join_inputs(config.recurrent)
         if config.recurrent is not None:
             reshape_recurrent(self._by_name, config.recurrent, names)
+        if isinstance(config.recurrent, GatedDeltaConfig) and not has_joined_inputs:
+            order_value_heads(self._by_name, config.recurrent, names)
 
     @property
     def location(self) -> str:
@@ -86,7 +95,7 @@ class GgufWeights:
             return
         columns = slice(start[-1], start[-1] + into.shape[-1])
         for part in row_pieces((into.shape[0], rows.shape[-1])):
-            read = self._rows(rows, start[0] + part.start, start[0] + part.stop)[:, columns]
+            read = rows.in_order(self._rows(rows, start[0] + part.start, start[0] + part.stop))[:, columns]
             values = torch.from_numpy(read).view(-1, *into.shape[1:])
             into[part if order is None else order[part]] = values.to(device=into.device, dtype=into.dtype)
             yield values.numel()
@@ -99,7 +108,11 @@ class GgufWeights:
             whole = self._raw_rows(stored, first, rows.stop)[order.argsort().numpy()]
         for part in row_pieces((len(rows), stored.shape[1])):
             raw = whole[part] if order is not None else self._raw_rows(stored, first + part.start, first + part.stop)
-            yield decode(raw, stored.ranges[0].tensor.kind, columns)
+            kind = stored.ranges[0].tensor.kind
+            if stored.column_groups:
+                yield decode(raw, kind, slice(0, stored.shape[1])).rearranged(stored.column_groups, columns)
+            else:
+                yield decode(raw, kind, columns)
 
     def rotary_factors(self) -> NDArray[np.float32] | None:
         """float32 [head_dim / 2], the divisors of the rotary frequencies (Llama 3.1); None without scaling."""
@@ -122,7 +135,8 @@ class GgufWeights:
         """The numbers of a tensor of one dimension, which may be stored with more."""
         (part,) = stored.ranges
         count = math.prod(stored.shape) // max(part.tensor.shape[-1], 1)
-        return self._file.rows(part.tensor, slice(part.start, part.start + count)).reshape(-1)
+        numbers = self._file.rows(part.tensor, slice(part.start, part.start + count)).reshape(1, -1)
+        return stored.in_order(numbers).reshape(-1)
 
     def _changed(self, name: str, values: Tensor) -> Tensor:
         """A vector with the values of Hugging Face's files, where the converter stores others."""
@@ -162,6 +176,13 @@ def _joined(parts: list[NDArray[_Number]]) -> NDArray[_Number]:
 def _layer_names(names: TensorNames, config: ModelConfig) -> dict[str, str]:
     """Hugging Face's names of a layer's tensors by those of ggml."""
     qkv = ("attn_q", "attn_k", "attn_v") if len(names.qkv) == 3 else ("attn_qkv",)
+    if len(names.recurrent_inputs) == 2:
+        recurrent = {
+            **dict(zip(("attn_qkv", "attn_gate"), names.recurrent_inputs, strict=True)),
+            **dict(zip(("ssm_beta", "ssm_alpha"), names.recurrent_gates, strict=True)),
+        }
+    else:
+        recurrent = {"ssm_in": names.recurrent_inputs[0], "ssm_ba": names.recurrent_gates[0]}
     return {
         "attn_norm": names.attention_norm if config.feed_forward_layers is None else names.mixer_norm,
         "post_attention_norm": names.attention_output_norm,
@@ -181,9 +202,8 @@ def _layer_names(names: TensorNames, config: ModelConfig) -> dict[str, str]:
         "ffn_down_shexp": names.shared_down,
         "ssm_conv1d": names.convolution,
         "ssm_norm": names.recurrent_norm,
-        "ssm_in": names.recurrent_inputs[0],
-        "ssm_ba": names.recurrent_gates[0],
         "ssm_out": names.recurrent_output,
+        **recurrent,
     }
 
 
