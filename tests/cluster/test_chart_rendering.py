@@ -4,8 +4,10 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,27 @@ from megatron_operator.settings import IMAGE_VARIABLE, NetworkPolicies
 LABELS_OF_RELEASES = ("app.kubernetes.io/instance", "app.kubernetes.io/managed-by", "app.kubernetes.io/version")
 
 
+def kustomize(folder: Path) -> list[Object]:
+    command = [binaries.find_kubectl(os.environ), "kustomize", folder]
+    return list(yaml.safe_load_all(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+
+
 @pytest.fixture(scope="session")
 def kustomized() -> list[Object]:
     """The objects of `kubectl apply -k manifests`."""
-    command = [binaries.find_kubectl(os.environ), "kustomize", ROOT / "manifests"]
-    return list(yaml.safe_load_all(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    return kustomize(ROOT / "manifests")
+
+
+@pytest.fixture(scope="session")
+def with_activator(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
+    """The objects of the overlay in the docs that adds the activator."""
+    told = [each for block in doc_blocks("yaml") for each in yaml.safe_load_all(block.text)]
+    (overlay,) = (each for each in told if "components" in each)
+    folder = tmp_path_factory.mktemp("activator")
+    shutil.copytree(ROOT / "manifests", folder / "manifests")
+    (folder / "overlay").mkdir()
+    (folder / "overlay" / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    return kustomize(folder / "overlay")
 
 
 def check(objects: list[Object]) -> None:
@@ -52,7 +70,8 @@ def as_in_manifests(value: Any) -> Any:
     if isinstance(value, list):
         return [as_in_manifests(each) for each in value]
     if isinstance(value, str):
-        return re.sub(r"(^|\)/)megatron-inference(?=$|-)", r"\1megatron-operator", value)
+        named = re.sub(r"(^|\)/)megatron-inference(?=$|-)", r"\1megatron-operator", value)
+        return named.replace("megatron-operator-activator", "megatron-activator")
     return value
 
 
@@ -163,8 +182,9 @@ def test_the_clients_of_the_http_port_can_be_narrowed(helm: Helm) -> None:
     assert list(allowed.clients_from) == peers
 
 
-def test_the_objects_of_the_kustomization_are_valid(kustomized: list[Object]) -> None:
+def test_the_objects_of_the_kustomizations_are_valid(kustomized: list[Object], with_activator: list[Object]) -> None:
     check(kustomized)
+    check(with_activator)
 
 
 def test_an_invalid_object_is_found(helm: Helm) -> None:
@@ -194,6 +214,28 @@ def test_the_chart_and_the_manifests_are_the_same_operator(helm: Helm, kustomize
     theirs["metadata"].pop("labels", None)
     assert ours["metadata"].get("namespace") in (None, NAMESPACE)
     assert ours == theirs
+
+
+def by_name(objects: list[Object]) -> dict[tuple[str, str], Object]:
+    """The objects by kind and name, without labels of their own, and with variables in the order of their names."""
+    for each in objects:
+        each["metadata"].pop("labels", None)
+        for container in each["spec"]["template"]["spec"]["containers"] if each["kind"] == "Deployment" else []:
+            container.get("env", []).sort(key=lambda variable: str(variable["name"]))
+    return {(each["kind"], each["metadata"]["name"]): each for each in objects}
+
+
+def test_the_chart_and_the_manifests_are_the_same_activator(helm: Helm, with_activator: list[Object]) -> None:
+    values = ("--set=activator.enabled=true", "--set=activator.apiKeySecrets={chat-keys}")
+    rendered = helm.template(*values, "--set=rbac.aggregate=false", "--no-hooks", release="megatron-inference")
+    ours, theirs = by_name([as_in_manifests(each) for each in rendered]), by_name(deepcopy(with_activator))
+    assert theirs.keys() - ours.keys() == {("Namespace", NAMESPACE)}
+    named = {kind for kind, name in ours if name == "megatron-activator"}
+    assert len(named) == 7
+    assert named >= {"Deployment", "Service", "ClusterRole", "PodDisruptionBudget", "NetworkPolicy"}
+    for each in ours:
+        if each[0] != "CustomResourceDefinition":
+            assert ours[each] == theirs[each]
 
 
 def test_the_definition_of_the_chart_is_the_generated_one_and_is_kept(helm: Helm, kustomized: list[Object]) -> None:

@@ -69,9 +69,10 @@ def test_the_deployment_never_runs_two_versions_at_once() -> None:
     assert (deployment["spec"]["replicas"], deployment["spec"]["strategy"]) == (1, {"type": "Recreate"})
 
 
-def test_the_kustomization_lists_exactly_the_files() -> None:
-    listed = yaml.safe_load((MANIFESTS / "kustomization.yaml").read_text())["resources"]
-    present = {path.name for path in MANIFESTS.glob("*.yaml")} - {"kustomization.yaml"}
+@pytest.mark.parametrize("folder", [MANIFESTS, MANIFESTS / "activator"], ids=lambda folder: folder.name)
+def test_a_kustomization_lists_exactly_the_files(folder: Path) -> None:
+    listed = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
+    present = {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}
     assert set(listed) == present
 
 
