@@ -114,6 +114,12 @@ def test_files_of_the_first_converter_have_the_inputs_in_one_tensor(tmp_path: Pa
     assert_same_model(load_model(write_hybrid_gguf(tmp_path / "m.gguf", model, legacy=True), dtype="float32"), model)
 
 
+def test_experts_may_have_gates_and_values_in_one_tensor(tmp_path: Path, model_of_blocks: Any) -> None:
+    family, changes = MODELS["qwen3.5 with experts"]
+    model = model_of_blocks(family, **changes)
+    assert_same_model(load_model(write_hybrid_gguf(tmp_path / "m.gguf", model, fused=True), dtype="float32"), model)
+
+
 def test_recurrent_layers_can_be_listed(tmp_path: Path, model_of_blocks: Any) -> None:
     kinds = ["full_attention", "linear_attention", "linear_attention"]
     model = model_of_blocks("Qwen3Next", **(QWEN | {"layer_types": kinds, "num_hidden_layers": 3}))

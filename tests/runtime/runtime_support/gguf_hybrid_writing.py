@@ -55,12 +55,13 @@ def _qwen3_5(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def _qwen3_next(model: Any, tensors: Iterable[tuple[str, Tensor]], *, legacy: bool) -> Iterator[tuple[str, Tensor]]:
+def _qwen3_next(
+    model: Any, tensors: Iterable[tuple[str, Tensor]], *, legacy: bool, fused: bool
+) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors:
         if (match := re.fullmatch(r"(.+\.experts\.)(gate_up|down)_proj", name)) is not None:
-            parts = (
-                [("down", tensor)] if match[2] == "down" else list(zip(("gate", "up"), tensor.chunk(2, 1), strict=True))
-            )
+            halves = zip(("gate", "up"), tensor.chunk(2, 1), strict=True)
+            parts = list(halves) if match[2] == "gate_up" and not fused else [(match[2], tensor)]
             yield from ((f"{match[1]}{part}_proj.weight", each) for part, each in parts)
         elif name.endswith("in_proj_qkvz.weight") and not legacy:
             layer = name.split(".")[2]
@@ -101,6 +102,13 @@ def _nemotron_h(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, _permuted(tensor, config.num_attention_heads if match[1] == "q" else config.num_key_value_heads)
         else:
             yield name, tensor
+
+
+def _tensors(model: Any, architecture: str, *, legacy: bool, fused: bool) -> Iterator[tuple[str, Tensor]]:
+    if architecture.startswith("nemotron"):
+        return _nemotron_h(model)
+    tensors = model.state_dict().items() if architecture == "qwen3next" else _qwen3_5(model)
+    return _qwen3_next(model, tensors, legacy=legacy, fused=fused)
 
 
 def _add_qwen(writer: GGUFWriter, config: Any) -> None:
@@ -173,6 +181,7 @@ def write_hybrid_gguf(
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     other_kinds: Mapping[str, GGMLQuantizationType] | None = None,
     legacy: bool = False,
+    fused: bool = False,
     metadata: Callable[[GGUFWriter], None] = lambda _: None,
     leave_out: str = "nothing",
     extra: Mapping[str, tuple[int, ...]] | None = None,
@@ -182,6 +191,7 @@ def write_hybrid_gguf(
     Args:
         other_kinds: Those of matrices whose names end so.
         legacy: With the inputs of a gated delta layer in one tensor, as the first version of the converter wrote them.
+        fused: With the gates and values of experts in one tensor, as by ``--fuse-gate-up-exps``.
         metadata: Changes the metadata before it is written.
         leave_out: The end of the names of tensors that are not written.
         extra: The shapes of further tensors by name.
@@ -194,12 +204,7 @@ def write_hybrid_gguf(
     _add_settings(writer, config, architecture)
     metadata(writer)
     names = get_tensor_name_map(MODEL_ARCH_BY_NAME[architecture], config.num_hidden_layers)
-    if architecture.startswith("nemotron"):
-        tensors = _nemotron_h(model)
-    else:
-        grouped = model.state_dict().items()
-        tensors = _qwen3_next(model, grouped if architecture == "qwen3next" else _qwen3_5(model), legacy=legacy)
-    for name, tensor in tensors:
+    for name, tensor in _tensors(model, architecture, legacy=legacy, fused=fused):
         stored = name if name.startswith("blk.") else names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         if stored.endswith(leave_out):

@@ -35,7 +35,7 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _COMPUTED_ELSEWHERE = (_ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that change the rotation, and have no place in the decoder."""
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)(?:\.(weight|bias))?")
-_EXPERT_TENSOR = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|bias)")
+_EXPERT_TENSOR = re.compile(r"blk\.(\d+)\.ffn_(gate|up|gate_up|down)_exps\.(weight|bias)")
 _INTERLEAVED_ROTARY = ("llama", "ministral3")
 """Architectures whose converter permutes the rows of queries and keys for ggml's interleaved rotation."""
 
@@ -55,8 +55,9 @@ class GgufWeights:
         self._by_name: dict[str, TensorRows] = {}
         for name, tensor in file.tensors.items():
             match = _EXPERT_TENSOR.fullmatch(name)
-            is_known = match is not None and (match[2] != "gate" or len(names.expert_gate_up) == 2)
-            if match and is_known and len(tensor.shape) >= 2 and not name.startswith(further):
+            is_known = match is not None and (match[2] in ("up", "down") or len(names.expert_gate_up) == 2)
+            has_rows = len(tensor.shape) >= (3 if match and match[2] == "gate_up" else 2)
+            if match and is_known and has_rows and not name.startswith(further):
                 self._by_name |= expert_rows(tensor, names, *match.groups())
             elif name not in _COMPUTED_ELSEWHERE and not name.startswith(further):
                 rows = TensorRows.whole(tensor)

@@ -68,15 +68,21 @@ class TensorRows:
 
 
 def expert_rows(tensor: GgufTensor, names: TensorNames, layer: str, part: str, kind: str) -> dict[str, TensorRows]:
-    """The experts of a layer in a stacked ``tensor`` [experts, out, in] or [experts, out], by Hugging Face's names."""
+    """The experts of a layer in a stacked ``tensor`` [experts, out, in] or [experts, out], by Hugging Face's names.
+
+    That of the part ``gate_up`` has the rows of an expert's gates, then those of its values.
+    """
     count, *shape = tensor.shape
-    name = {"gate": names.expert_gate_up[0], "up": names.expert_gate_up[-1], "down": names.expert_down}[part]
-    prefix, rows = names.layer.format(layer), math.prod(shape[:-1])
+    parts = {"gate": names.expert_gate_up[:1], "up": names.expert_gate_up[-1:], "down": (names.expert_down,)}
+    fused = parts.get(part, names.expert_gate_up)
+    prefix, rows = names.layer.format(layer), math.prod(shape[:-1]) // len(fused)
+    shape[0] //= len(fused)
     return {
         f"{prefix}{names.expert.format(index)}{name}.{kind}": TensorRows(
-            tuple(shape), (RowRange(tensor, index * rows, rows),)
+            tuple(shape), (RowRange(tensor, (index * len(fused) + place) * rows, rows),)
         )
         for index in range(count)
+        for place, name in enumerate(fused)
     }
 
 
