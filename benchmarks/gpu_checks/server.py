@@ -271,7 +271,7 @@ def judge_memory(name: str, size: int, given_back: int, taken: int, times: str) 
 
 def judge_refusal(name: str, code: int, message: str, log: str, seconds: float) -> Result:
     """A start has to end with the code of invalid input, a message with the size and the remedy, and no restart."""
-    is_named = re.search(r"(?i)kv.cache.*\d.*; (use|lower) ", message) is not None
+    is_named = re.search(r"(?is)kv.cache.*\d.*; (use|lower) ", message) is not None
     restarts = log.count("restarting it")
     words = f"exit code {code} after {seconds:.2g} s, {restarts} restarts: {message:.70}"
     is_wrong = code != EXIT_BAD_INPUT or not is_named or restarts > 0

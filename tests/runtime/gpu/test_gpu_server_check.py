@@ -69,7 +69,7 @@ def test_too_little_memory_is_wrong(check: ModuleType, given_back: int, taken: i
         (2, REFUSAL, "refused", False),
         (
             2,
-            "the KV cache of 70 bytes can't be allocated on cuda:0 (of memory); lower kv_cache_memory_bytes",
+            "the KV cache of 70 bytes can't be allocated on cuda:0 (out of\nmemory); lower kv_cache_memory_bytes",
             "",
             False,
         ),
