@@ -71,6 +71,7 @@ class DynamicInferenceEngine(RunningEngine):
             num_speculative_tokens=self.config.num_speculative_tokens,
             has_draft_model=self.config.speculative_draft_model is not None,
             adapters=self.adapters,
+            grammar_cache_bytes=self.config.grammar_cache_bytes,
         )
         self._requests = RequestBook(
             self.tokenizer,
