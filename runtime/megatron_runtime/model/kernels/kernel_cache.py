@@ -42,13 +42,13 @@ def _imported(source: bytes, package: Path) -> Iterator[Path]:
             yield from (place / f"{each.name}.py" for each in node.names)
 
 
-class KernelLocator(caching._CacheLocator):  # type: ignore[misc]
+class KernelLocator(caching._CacheLocator):
     """Numba's interface for a place of compiled functions."""
 
     def __init__(self, function: Callable[..., Any], file: Path) -> None:
         self._digest = source_digest(file)
         self._line = function.__code__.co_firstlineno
-        self._folder = Path(config.CACHE_DIR) / f"{file.stem}_{self._digest[:32]}"
+        self._folder = Path(_chosen_folder()) / f"{file.stem}_{self._digest[:32]}"
 
     def get_cache_path(self) -> str:
         """The folder of this function."""
@@ -65,14 +65,18 @@ class KernelLocator(caching._CacheLocator):  # type: ignore[misc]
     @classmethod
     def from_function(cls, py_func: Callable[..., Any], py_file: str) -> KernelLocator | None:
         """None without ``NUMBA_CACHE_DIR``, without write access to it, and for functions of other packages."""
-        if not config.CACHE_DIR or PACKAGE not in Path(py_file).parents:
+        if not _chosen_folder() or PACKAGE not in Path(py_file).parents:
             return None
         locator = cls(py_func, Path(py_file))
         try:
-            locator.ensure_cache_path()
+            locator.ensure_cache_path()  # type: ignore[no-untyped-call]
         except OSError:
             return None
         return locator
+
+
+def _chosen_folder() -> str:
+    return getattr(config, "CACHE_DIR", "")
 
 
 def use_kernel_locator() -> None:
