@@ -22,6 +22,8 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+_CHECKING = "binary_op_type_checking_impl"
+
 
 @contextmanager
 def quick_interpreter() -> Iterator[None]:
@@ -35,6 +37,7 @@ def quick_interpreter() -> Iterator[None]:
             (tl.tensor, "__init__", _init_tensor),
             (tl.block_type, "__init__", _block_type_init(tl.block_type.__init__)),
             (TritonSemantic, "broadcast_impl_value", _broadcast(TritonSemantic.broadcast_impl_value)),
+            (TritonSemantic, _CHECKING, _checked(getattr(TritonSemantic, _CHECKING))),
         ):
             parts.enter_context(patch.object(owner, name, part))
         yield
@@ -72,9 +75,21 @@ class _Language:
         scope = self._find(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
         first: dict[tuple[int, str], tuple[Any, str, Any, Any]] = {}
         for owner, name, old in scope._changes:
-            first.setdefault((id(owner), name), (owner, name, old, getattr(owner, name)))
+            new = getattr(owner, name)
+            builtin = (getattr(new, "__kwdefaults__", None) or {}).get("member")
+            first.setdefault((id(owner), name), (owner, name, old, _with_semantic(builtin) if builtin else new))
         scope.restore()
         return [*first.values()]
+
+
+def _with_semantic(builtin: Any) -> Callable[..., Any]:
+    wrapped = getattr(builtin, "__wrapped__", builtin)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = interpreter.interpreter_semantic
+        return wrapped(*args, **kwargs)
+
+    return call
 
 
 def _numpy_type(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -128,3 +143,26 @@ def _broadcast(broadcast: Callable[..., Any]) -> Callable[..., Any]:
         return (lhs, rhs) if is_same else broadcast(self, lhs, rhs)
 
     return broadcast_unequal
+
+
+def _checked(check: Callable[..., Any]) -> Callable[..., Any]:
+    """The types and shapes of two operands, of which most have the same type: int32 or float32."""
+
+    def checked(self: Any, lhs: Any, rhs: Any, *options: Any, **named: Any) -> Any:
+        is_division = len(options) > 3 and options[3]
+        if named or is_division or not isinstance(lhs, tl.tensor) or lhs.type.scalar.is_ptr():
+            return check(self, lhs, rhs, *options, **named)
+        kind = lhs.type.scalar
+        if isinstance(rhs, tl.tensor):
+            is_same = rhs.type.scalar.name == kind.name
+        elif type(rhs) is int:
+            is_same = kind.name == "int32" and -(2**31) <= rhs < 2**31
+        else:
+            is_same = type(rhs) is float and kind.name == "fp32"
+        if not is_same:
+            return check(self, lhs, rhs, *options)
+        if not isinstance(rhs, tl.tensor):
+            rhs = self.scalar_constant(rhs, kind)
+        return self.broadcast_impl_value(lhs, rhs)
+
+    return checked
