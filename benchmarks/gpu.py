@@ -68,13 +68,14 @@ def dry_device() -> Iterator[None]:
     """The pretended device of the tests, as a GPU of compute capability 9.0."""
     import numpy as np
     from gpu_support.pretended import load_device_guard, pretended_device
+    from gpu_support.quick_interpreter import quick_interpreter
 
     from megatron_runtime.gpu import launch
 
     with tempfile.TemporaryDirectory() as folder:
         load_device_guard(Path(folder))
     launch._capability = lambda _: 90
-    with np.errstate(over="ignore"), pretended_device():
+    with np.errstate(over="ignore"), quick_interpreter(), pretended_device():
         yield
 
 
