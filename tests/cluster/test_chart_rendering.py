@@ -11,13 +11,12 @@ from typing import Any
 
 import jsonschema
 import pytest
-import yaml
 from chart_support.helm import CHART, NAMESPACE, REGISTRY, ROOT, Helm, Object, of_kind, only
 from chart_support.values import MONITORED, VARIANTS
 from cluster_support import binaries
 from cluster_support.errors import CommandFailedError
 from release_archives import package_chart
-from suite_support import kubernetes_schemas
+from suite_support import kubernetes_schemas, yaml_documents
 from suite_support.doc_blocks import doc_blocks
 
 from megatron_operator.settings import IMAGE_VARIABLE, NetworkPolicies
@@ -29,7 +28,7 @@ LABELS_OF_RELEASES = ("app.kubernetes.io/instance", "app.kubernetes.io/managed-b
 def kustomized() -> list[Object]:
     """The objects of `kubectl apply -k manifests`."""
     command = [binaries.find_kubectl(os.environ), "kustomize", ROOT / "manifests"]
-    return list(yaml.safe_load_all(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    return list(yaml_documents.load_all(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
 
 
 def check(objects: list[Object]) -> None:
@@ -76,7 +75,7 @@ def test_helm_reads_the_package_of_a_release(helm: Helm, tmp_path: Path) -> None
 )
 def test_an_installation_in_the_docs_renders(helm: Helm, command: list[str]) -> None:
     flags = [word for word in command[4:] if word not in ("--wait", "--create-namespace")]
-    check([each for each in yaml.safe_load_all(helm("template", command[2], ROOT / command[3], *flags)) if each])
+    check([each for each in yaml_documents.load_all(helm("template", command[2], ROOT / command[3], *flags)) if each])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -118,7 +117,7 @@ def paths(values: Object, above: str = "") -> Iterator[str]:
             yield from paths(value, f"{above}{name}.")
 
 
-@pytest.mark.parametrize("path", list(paths(yaml.safe_load((CHART / "values.yaml").read_text()))))
+@pytest.mark.parametrize("path", list(paths(yaml_documents.load((CHART / "values.yaml").read_text()))))
 def test_a_value_that_is_null_gives_valid_objects_or_is_refused_by_its_name(helm: Helm, path: str) -> None:
     refusal = f"missing property '{path.rpartition('.')[2]}'"
     try:
@@ -242,7 +241,7 @@ def test_a_value_that_is_wrong_is_named(helm: Helm, flag: str, message: str) -> 
 
 def test_the_schema_has_exactly_the_values_of_the_chart() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    values = yaml_documents.load((CHART / "values.yaml").read_text())
     schema["properties"].pop("global")  # a label of Helm
     assert paths_of_schema(schema) == paths_of_values(values, schema)
 
