@@ -24,6 +24,8 @@ from llm_comply.tests import get_tests
 SPECIFICATIONS = Path(llm_comply.__file__).parent / "specs"
 APIS = {"openai-chat": "openai_chat", "open-responses": "openresponses", "anthropic": "anthropic"}
 """The APIs, and their specifications."""
+LONGEST_ANSWER = 150.0
+"""Seconds. Each request takes as long as all together, on a busy machine a minute."""
 
 
 def request_of(case: TestCase, config: ComplianceConfig) -> dict[str, Any]:
@@ -36,7 +38,7 @@ def request_of(case: TestCase, config: ComplianceConfig) -> dict[str, Any]:
 
 
 def main() -> None:
-    config = ComplianceConfig(base_url=sys.argv[1], api_key="none", model=sys.argv[2])
+    config = ComplianceConfig(base_url=sys.argv[1], api_key="none", model=sys.argv[2], timeout=LONGEST_ANSWER)
     runs = {}
     for api, specification in APIS.items():
         cases = [
