@@ -13,13 +13,12 @@ from typing import Any
 
 import jsonschema
 import pytest
-import yaml
 from chart_support.helm import CHART, NAMESPACE, REGISTRY, ROOT, Helm, Object, of_kind, only
 from chart_support.values import MONITORED, VARIANTS
 from cluster_support import binaries
 from cluster_support.errors import CommandFailedError
 from release_archives import package_chart
-from suite_support import kubernetes_schemas
+from suite_support import kubernetes_schemas, yaml_documents
 from suite_support.doc_blocks import doc_blocks
 
 from megatron_operator.settings import IMAGE_VARIABLE, NetworkPolicies
@@ -29,7 +28,7 @@ LABELS_OF_RELEASES = ("app.kubernetes.io/instance", "app.kubernetes.io/managed-b
 
 def kustomize(folder: Path) -> list[Object]:
     command = [binaries.find_kubectl(os.environ), "kustomize", folder]
-    return list(yaml.safe_load_all(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    return list(yaml_documents.load_all(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
 
 
 @pytest.fixture(scope="session")
@@ -41,12 +40,12 @@ def kustomized() -> list[Object]:
 @pytest.fixture(scope="session")
 def with_activator(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
     """The objects of the overlay in the docs that adds the activator."""
-    told = [each for block in doc_blocks("yaml") for each in yaml.safe_load_all(block.text)]
+    told = [each for block in doc_blocks("yaml") for each in yaml_documents.load_all(block.text)]
     (overlay,) = (each for each in told if "components" in each)
     folder = tmp_path_factory.mktemp("activator")
     shutil.copytree(ROOT / "manifests", folder / "manifests")
     (folder / "overlay").mkdir()
-    (folder / "overlay" / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    (folder / "overlay" / "kustomization.yaml").write_text(json.dumps(overlay))
     return kustomize(folder / "overlay")
 
 
@@ -95,7 +94,7 @@ def test_helm_reads_the_package_of_a_release(helm: Helm, tmp_path: Path) -> None
 )
 def test_an_installation_in_the_docs_renders(helm: Helm, command: list[str]) -> None:
     flags = [word for word in command[4:] if word not in ("--wait", "--create-namespace")]
-    check([each for each in yaml.safe_load_all(helm("template", command[2], ROOT / command[3], *flags)) if each])
+    check([each for each in yaml_documents.load_all(helm("template", command[2], ROOT / command[3], *flags)) if each])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -137,7 +136,7 @@ def paths(values: Object, above: str = "") -> Iterator[str]:
             yield from paths(value, f"{above}{name}.")
 
 
-@pytest.mark.parametrize("path", list(paths(yaml.safe_load((CHART / "values.yaml").read_text()))))
+@pytest.mark.parametrize("path", list(paths(yaml_documents.load((CHART / "values.yaml").read_text()))))
 def test_a_value_that_is_null_gives_valid_objects_or_is_refused_by_its_name(helm: Helm, path: str) -> None:
     refusal = f"missing property '{path.rpartition('.')[2]}'"
     try:
@@ -284,7 +283,7 @@ def test_a_value_that_is_wrong_is_named(helm: Helm, flag: str, message: str) -> 
 
 def test_the_schema_has_exactly_the_values_of_the_chart() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    values = yaml_documents.load((CHART / "values.yaml").read_text())
     schema["properties"].pop("global")  # a label of Helm
     assert paths_of_schema(schema) == paths_of_values(values, schema)
 
