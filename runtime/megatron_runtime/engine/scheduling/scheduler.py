@@ -270,7 +270,7 @@ class Scheduler:
         admitted: list[Sequence] = []
         upcoming = self._upcoming()
         share = self._share(min(len(self._running) + len(self._waiting), self.limits.max_requests))
-        while self._waiting and budget > 0:
+        while budget > 0 and self.may_admit:
             sequence = self._waiting.first
             matched = self._match(sequence)
             if sequence in evicted or self._should_wait(sequence, matched, upcoming):
