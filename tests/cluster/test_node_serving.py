@@ -31,6 +31,8 @@ ACTIVATOR = "service/megatron-megatron-inference-activator"
 WEIGHTS = 134_515_008 * 4
 """Bytes of SmolLM2's parameters in float32."""
 MODEL = "/models/SmolLM2-135M-Instruct.Q4_1.gguf"
+PAUSE_SECONDS = 1.0
+"""Between two requests of a client under load: without it, the clients take the processor from the pods that start."""
 HUB = (
     (Path(__file__).parents[1] / "suite_support/loopback_hub.py").read_text()
     + """
@@ -152,6 +154,7 @@ async def test_scaling_under_load_answers_every_request(
         answers = []
         while not done.is_set():
             answers.append(await ask(client_of_first_pod, 16, extra_body={"ignore_eos": True}))
+            await asyncio.sleep(PAUSE_SECONDS)
         return answers
 
     async def scale(replicas: int) -> None:
