@@ -35,6 +35,8 @@ GPU = "nvidia.com/gpu"
 ACTIVATOR = "service/megatron-megatron-inference-activator"
 WEIGHTS = 134_515_008 * 4
 """Bytes of SmolLM2's parameters in float32."""
+PAUSE_SECONDS = 1.0
+"""Between two requests of a client under load: without it, the clients take the processor from the pods that start."""
 ASK_AND_STREAM = """
 import json, sys, urllib.request
 question = {"messages": [{"role": "user", "content": sys.argv[2]}], "temperature": 0, "max_tokens": 16}
@@ -146,6 +148,7 @@ async def test_scaling_under_load_answers_every_request(
         answers = []
         while not done.is_set():
             answers.append(await ask(client_of_first_pod, 16, extra_body={"ignore_eos": True}))
+            await asyncio.sleep(PAUSE_SECONDS)
         return answers
 
     async def scale(replicas: int) -> None:
