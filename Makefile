@@ -12,7 +12,7 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TE
 SAMPLE := manifests/samples/smollm2.yaml
 # nproc reports OMP_NUM_THREADS if that is set.
 WORKERS ?= $(shell env -u OMP_NUM_THREADS nproc)
-KERNELS := $(CACHE)/kernels
+KERNELS := $(abspath $(CACHE))/kernels
 PYTEST := NUMBA_CACHE_DIR=$(KERNELS) $(BIN)/python -u -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 LOCAL := $(BIN)/megatron-operator local --map-path /models=$(CACHE)/models
 
