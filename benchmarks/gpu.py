@@ -3,7 +3,8 @@
 Kernels in every type against float64 or the CPU, the bits of a request in several batches, the engine's tokens against
 those of the CPU, and the memory that a suspended engine gives back. With random weights of a Llama-3.1-8B, the speed of
 passes as a share of what this device can do, the time of the engine's steps, and transformers beside it; and the speed
-of passes of a Qwen3-30B-A3B. Prints one table; exits with 1 if a result is wrong. Needs no network.
+of passes of the same model with matrices in fp8, and of a Qwen3-30B-A3B. Prints one table; exits with 1 if a result is
+wrong. Needs no network.
 
     python benchmarks/gpu.py                 # or: make gpu
     python benchmarks/gpu.py --dry-run       # or: make gpu-dry; toy sizes, on tensors that only say they are on a GPU
@@ -45,13 +46,14 @@ def main() -> int:
 
 def report(is_dry: bool, word: str = "") -> int:
     """Run all checks and measurements with this word in their names, and print them."""
-    from gpu_checks import correctness, engine_speed, mixtures, prompt_steps, speed, transformers_speed
+    from gpu_checks import correctness, engine_speed, float8_weights, mixtures, prompt_steps, speed, transformers_speed
     from gpu_checks.results import REAL, TOY, device_name, print_results, run
 
     sizes = TOY if is_dry else REAL
     print(f"device: {'none; this is a dry run, whose times say nothing' if is_dry else device_name()}\n")
     rates: dict[int, float] = {}
-    checks = [*correctness.checks(sizes), *mixtures.checks(sizes), *speed.checks(sizes), *prompt_steps.checks(sizes)]
+    checks = [*correctness.checks(sizes), *mixtures.checks(sizes), *float8_weights.checks(sizes)]
+    checks += [*speed.checks(sizes), *prompt_steps.checks(sizes), *float8_weights.measurements(sizes)]
     checks += [*engine_speed.checks(sizes, rates), *transformers_speed.checks(sizes, rates)]
     checks += mixtures.measurements(sizes)
     results = [*run((name, check) for name, check in checks if word in name)]

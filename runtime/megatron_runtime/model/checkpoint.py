@@ -14,6 +14,7 @@ from megatron_runtime.cpu_features import has_bfloat16
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.float8_loading import float8_decoder, keep_float8
 from megatron_runtime.model.formats.checkpoint_header import (
     CheckpointSummary,
     check_fit,
@@ -22,12 +23,12 @@ from megatron_runtime.model.formats.checkpoint_header import (
 )
 from megatron_runtime.model.formats.checkpoint_path import checkpoint_path
 from megatron_runtime.model.formats.origin import Origin
-from megatron_runtime.model.formats.quantized_weights import QUANTIZED_WEIGHTS, keeps_quantized
+from megatron_runtime.model.formats.quantized_weights import QUANTIZED_WEIGHTS, KeptKind, kept_kind
 from megatron_runtime.model.formats.source import resolve_source
 from megatron_runtime.model.formats.weight_source import WeightSource
 from megatron_runtime.model.quantized_loading import keep_quantized
 from megatron_runtime.model.tokenizer import load_tokenizer
-from megatron_runtime.model.weights import ProgressCallback, load_weights
+from megatron_runtime.model.weights import Placements, ProgressCallback, load_weights
 from megatron_runtime.parallel.ranks import Ranks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -93,8 +94,12 @@ def load_model(
     check_fit(config, source)
     if max_sequence_length is not None:
         config = _limit_length(config, max_sequence_length)
-    decoder = Decoder(config, dtype=choose_dtype(dtype, device), device=device, ranks=ranks)
-    decoder.keeps_quantized = keeps_quantized(quantized_weights, dtype, torch.device(device).type)
+    kept, chosen = kept_kind(quantized_weights, dtype, torch.device(device).type), choose_dtype(dtype, device)
+    if kept is KeptKind.FLOAT8:
+        decoder = float8_decoder(config, source, chosen, device, ranks)
+    else:
+        decoder = Decoder(config, dtype=chosen, device=device, ranks=ranks)
+    decoder.kept_kind = kept
     with ThreadPoolExecutor(1, "kernels") as aside:
         kernels = aside.submit(decoder.prepare_kernels, block_size_tokens)
         fill(decoder, source, rotary_factors, on_progress, check_finite=check_finite)
@@ -113,7 +118,13 @@ def fill(
     check_finite: bool,
 ) -> None:
     """Copy the weights of a source that passed `check_fit` into a decoder that isn't packed."""
-    placements = keep_quantized(decoder, source) if decoder.keeps_quantized else decoder.placements()
+    placements: Placements
+    if decoder.kept_kind is KeptKind.INTEGERS:
+        placements = keep_quantized(decoder, source)
+    elif decoder.kept_kind is KeptKind.FLOAT8:
+        placements = keep_float8(decoder, source)
+    else:
+        placements = decoder.placements()
     load_weights(source, placements, on_progress, check_finite=check_finite)
     if rotary_factors is not None:
         decoder.positions.frequencies /= torch.from_numpy(rotary_factors).to(decoder.device)

@@ -12,6 +12,7 @@ from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder_layer import DecoderLayer, SingleMixerLayer, make_layer
 from megatron_runtime.model.embedding import Embedding
 from megatron_runtime.model.formats.origin import Origin
+from megatron_runtime.model.formats.quantized_weights import KeptKind
 from megatron_runtime.model.formats.tensor_names import tensor_names
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.head import Head
@@ -64,8 +65,8 @@ class Decoder(nn.Module):
         """Whether `prepare` has packed the weights for the matrix kernels."""
         self.is_shared = False
         """Whether the weights are those of a live model, which owns their memory."""
-        self.keeps_quantized = False
-        """Whether matrices that a checkpoint stores quantized stay so, as far as their types allow it."""
+        self.kept_kind = KeptKind.NONE
+        """Which matrices that a checkpoint stores quantized stay so, as far as their types allow it."""
         self.origin: Origin | None = None
         """The files of the weights; None for weights that were created in memory."""
         self.positions = Positions(config, dtype, device)
@@ -160,10 +161,10 @@ class Decoder(nn.Module):
 
     def replace_with(self, other: Decoder) -> None:
         """Replace the contents by those of another decoder, which must not be used afterwards. Adapters remain."""
-        keeps_quantized, adapters = self.keeps_quantized, self.adapters
+        kept_kind, adapters = self.kept_kind, self.adapters
         vars(self).clear()
         vars(self).update(vars(other))
-        self.keeps_quantized, self.adapters = keeps_quantized, adapters
+        self.kept_kind, self.adapters = kept_kind, adapters
         if adapters is not None:
             adapters.attach(self.layers)
 

@@ -23,6 +23,7 @@ from megatron_runtime.model.latent_attention import MLASelfAttention
 from megatron_runtime.model.layers import FeedForward
 from megatron_runtime.model.norms import LayerNorm, Norm, RMSNorm, SharedRMSNorm, add_and_normalize
 from megatron_runtime.model.positions import LayerPositions, Positions
+from megatron_runtime.model.quantized.float8_linear import Float8Linear
 from megatron_runtime.model.self_attention import SelfAttention
 
 NOT_STORED = -1
@@ -52,6 +53,9 @@ def use_kernels(
     if not has_row_kernels(torch.empty(0, dtype=cache.dtype, device=device)):
         return
     _use_row_kernels(model.modules(), cache)
+    linears = {module.kernel_key: module for module in model.modules() if isinstance(module, Float8Linear)}
+    for linear in linears.values():
+        linear.use_kernels()
     for batch in _batches(cache.block_size_tokens, device):
         for module in model.modules():
             if isinstance(module, Embedding):
