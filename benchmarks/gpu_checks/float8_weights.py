@@ -37,7 +37,7 @@ def checks(sizes: Sizes) -> Iterator[Check]:
     """Kernels, bits and engine."""
     for dtype in sizes.dtypes:
         yield f"products with fp8, {dtype}", partial(check_results, dtype, sizes)
-    yield "bits of products with fp8", partial(check_bits, sizes)
+    yield "bits with fp8 matrices", partial(check_bits, sizes)
     yield "engine's tokens, fp8 weights", check_engine
 
 
@@ -132,7 +132,8 @@ def measure_model(sizes: Sizes, kind: str, group: int | None) -> Iterator[Result
     yield Result(f"fp8, scales of {kind}: weights", f"{kept / 1e9:.4g} GB, {kept / expanded:.1%} of expanded ones")
     read = sum(each.numel() * each.element_size() for name, each in model.named_parameters() if "embed" not in name)
     results = [prefill(model, sizes, needed, flops)]
-    results += [decode(model, sizes, requests, sizes.contexts[0], read, bandwidth) for requests in sizes.batches]
+    batches = sizes.batches if sizes.has_gpu else sizes.batches[:1]
+    results += [decode(model, sizes, requests, sizes.contexts[0], read, bandwidth) for requests in batches]
     for result in results:
         yield replace(result, name=f"fp8, scales of {kind}: {result.name}")
 

@@ -28,6 +28,39 @@ def weights_of(codes, like, EXPONENT: tl.constexpr, IS_NATIVE: tl.constexpr):
 
 
 @triton.jit
+def numbers_of(cached, like):
+    """Elements of a KV cache in the type of the elements of ``like``; bytes are the bits of E4M3."""
+    if cached.dtype == tl.uint8:
+        return cached.to(tl.float8e4nv, bitcast=True).to(like.dtype)
+    else:  # noqa: RET505 - Triton compiles what follows a return
+        return cached
+
+
+@triton.jit
+def e4m3_of(wide):
+    """The bits of E4M3 for float32, rounded to the nearest, of two equally near ones to the even one. By integers,
+    because Triton's interpreter loses the carry of a rounded mantissa."""
+    bits = wide.to(tl.int32, bitcast=True)
+    size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448
+    rounded = (size + 0x7FFFF + ((size >> 20) & 1)) >> 20
+    # Sums with 2 ** 14 are rounded to multiples of 2 ** -9, those of numbers below the smallest normal one.
+    small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(size < 0x3C800000, small, rounded - (120 << 3))
+    code = tl.where(wide == wide, code, 0x7F)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def as_cached(numbers, cache):
+    """Numbers in the type of a KV cache's elements; as bits of E4M3, beyond whose range they become its largest
+    number."""
+    if cache.dtype.element_ty == tl.uint8:
+        return e4m3_of(numbers.to(tl.float32))
+    else:  # noqa: RET505 - Triton compiles what follows a return
+        return numbers.to(cache.dtype.element_ty)
+
+
+@triton.jit
 def tile_of(program, row_tiles, channel_tiles, TOGETHER: tl.constexpr):
     """The tile of channels and that of rows of a program: TOGETHER tiles of channels have all rows one after another,
     so that several programs read the same weights and inputs at a time."""

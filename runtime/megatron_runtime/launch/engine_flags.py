@@ -63,6 +63,13 @@ class EngineFlags:
             " weights and the largest pass leave."
         ),
     ] = None
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            help="Keys and values. auto: the dtype. fp8: rounded to E4M3, which halves their memory, on a GPU of"
+            " compute capability 8.9 or newer."
+        ),
+    ] = EngineOptions.kv_cache_dtype
     device_memory: Annotated[
         str | None,
         typer.Option(help="Memory of each GPU, like 80Gi, for the check before the start. Default: as of nvidia-smi."),

@@ -66,6 +66,7 @@ class EngineOptions:
     max_sequence_length: int | None = None
     block_size_tokens: int = 16
     kv_cache_bytes: int | None = None
+    kv_cache_dtype: str = InferenceConfig.kv_cache_dtype
     device_memory_bytes: int | None = None
     """Memory of each GPU, for the preflight; None: as nvidia-smi reports."""
     max_requests: int | None = None
@@ -116,7 +117,8 @@ class EngineOptions:
     @property
     def of_draft_model(self) -> EngineOptions:
         """The same for the draft model, which is whole on each rank."""
-        return replace(self, tensor_parallel=1, pipeline_parallel=1, expert_parallel=1, speculative_draft_model=None)
+        whole = replace(self, tensor_parallel=1, pipeline_parallel=1, expert_parallel=1, kv_cache_dtype="auto")
+        return replace(whole, speculative_draft_model=None)
 
     @property
     def ranks_per_replica_group(self) -> int:

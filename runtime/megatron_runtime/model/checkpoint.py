@@ -74,6 +74,7 @@ def load_model(
     ranks: Ranks | None = None,
     block_size_tokens: int | None = None,
     quantized_weights: str = "expand",
+    kv_cache_dtype: str = "auto",
 ) -> Decoder:
     """The decoder in a GGUF file or a folder, with weights as ``dtype`` on ``device``.
 
@@ -81,12 +82,13 @@ def load_model(
     output of a Megatron training, of which the latest iteration is loaded. ``max_sequence_length`` replaces the
     configuration's ``max_position_embeddings``. Memory beyond the weights is small. With ``ranks``, only this rank's
     part is read. While the weights load, kernels for GPUs are compiled for a KV cache with blocks of
-    ``block_size_tokens``; None: at their first use. ``quantized_weights`` is one of `QUANTIZED_WEIGHTS`.
+    ``block_size_tokens`` and the type ``kv_cache_dtype``; None: at their first use. ``quantized_weights`` is one of
+    `QUANTIZED_WEIGHTS`.
 
     Raises:
         CheckpointError: As in `inspect_checkpoint`; with ``check_finite`` also for a tensor with NaN or infinity.
         ConfigurationError: ``max_sequence_length`` exceeds that of the model, or the model can't be divided among
-            ``ranks``, or ``dtype`` or ``quantized_weights`` is unknown or not possible.
+            ``ranks``, or ``dtype``, ``quantized_weights`` or ``kv_cache_dtype`` is unknown or not possible.
     """
     path = checkpoint_path(path)
     origin = Origin.of(path)
@@ -101,7 +103,7 @@ def load_model(
         decoder = Decoder(config, dtype=chosen, device=device, ranks=ranks)
     decoder.kept_kind = kept
     with ThreadPoolExecutor(1, "kernels") as aside:
-        kernels = aside.submit(decoder.prepare_kernels, block_size_tokens)
+        kernels = aside.submit(decoder.prepare_kernels, block_size_tokens, kv_cache_dtype)
         fill(decoder, source, rotary_factors, on_progress, check_finite=check_finite)
         kernels.result()
     decoder.origin = origin

@@ -29,7 +29,7 @@ def test_the_dry_run_goes_through_all_checks_and_finds_nothing_wrong(
     program: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pretended_device():
-        assert program.report(is_dry=True) == 0
+        assert program.report(is_dry=True, without="fp8") == 0
     printed = capsys.readouterr().out
     names = (
         "attention: prompts",
@@ -46,12 +46,6 @@ def test_the_dry_run_goes_through_all_checks_and_finds_nothing_wrong(
         "experts: clamped gates",
         "experts: decode, batch 2",
         "visits by expert",
-        "fp8: scales of rows, a bias, 60 rows",
-        "bits of products with fp8, fixed tiles",
-        "engine's tokens, fp8 weights, graphs",
-        "fp8: products of a layer, 20 rows, scales of blocks",
-        "fp8, scales of rows: weights",
-        "fp8, scales of blocks: decode, batch 2",
         "decode, batch 2",
         "bits of products",
         "step, prompt of 16 tokens",

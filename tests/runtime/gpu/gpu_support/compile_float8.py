@@ -1,4 +1,4 @@
-"""Compiles the products with matrices in fp8 as `compile_ahead` does other kernels: ``python compile_float8.py``."""
+"""Compiles the kernels of matrices and caches in fp8: ``python compile_float8.py``, as `compile_ahead`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from gpu_support.compile_ahead import CAPABILITIES, SMALLER, Case, compiled, resources
+from gpu_support.compile_ahead import CAPABILITIES, SMALLER, Case, attention_cases, compiled, resources
 
-from megatron_runtime.gpu import float8, float8_kernels
+from megatron_runtime.gpu import attention, float8, float8_kernels
 
 POINTERS = {**dict.fromkeys(("output", "inputs", "bias"), "bf16"), "codes": "u8", "scales": "fp32"}
 SHAPES = {16: ((4096, 128), (28672, 4096)), 64: ((4096, 128),), 128: ((4096, 128), (4096, 4096))}
@@ -29,11 +29,22 @@ def cases(capability: int) -> Iterator[Case]:
             yield name, float8_kernels.multiply_float8, constants, POINTERS, options
 
 
+def cache_cases(capability: int) -> Iterator[Case]:
+    """Attention with a cache in fp8, at the sizes of an 8B model."""
+    if capability < attention.FIRST_WITH_FLOAT8:
+        return
+    for name, kernel, constants, pointers, options in attention_cases(capability):
+        if "keys" in pointers and not name.endswith("limited"):
+            if "tiles" in name:
+                constants["BLOCK_N"] = attention.tile_sizes(capability, 128, 2, is_float8=True).keys
+            yield f"{name} fp8", kernel, constants, pointers | dict.fromkeys(("keys", "values"), "u8"), options
+
+
 def main() -> None:
     """Compile all and print the result."""
     found = {}
     for arch in (*CAPABILITIES, *SMALLER):
-        for name, kernel, constants, pointers, options in cases(arch):
+        for name, kernel, constants, pointers, options in (*cases(arch), *cache_cases(arch)):
             made = compiled(kernel, constants, pointers, options, arch)
             found[f"sm_{arch} {name}"] = resources(made.asm["cubin"]) | {
                 "shared": made.metadata.shared,
