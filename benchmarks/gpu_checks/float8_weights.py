@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 from gpu_support.float8 import Float8Case, quantize_linears
+from gpu_support.float8_mixture import Float8Mixture
 from torch.nn import functional
 
 from gpu_checks.correctness import SAMPLERS, compared, generate, same_bits, small_model
+from gpu_checks.mixtures import measure_passes, random_case
 from gpu_checks.results import DEVICE, Check, Result, Sizes
 from gpu_checks.speed import copied_bytes_per_second, decode, prefill, products_per_second, random_model, seconds
+from megatron_runtime.gpu.experts import TILE_ROWS
 from megatron_runtime.gpu.graphs import GraphRecorder
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.layers import Linear
@@ -37,8 +40,9 @@ def checks(sizes: Sizes) -> Iterator[Check]:
     """Kernels, bits and engine."""
     for dtype in sizes.dtypes:
         yield f"products with fp8, {dtype}", partial(check_results, dtype, sizes)
+        yield f"experts in fp8, {dtype}", partial(check_experts, dtype, sizes)
     yield "bits with fp8 matrices", partial(check_bits, sizes)
-    yield "engine's tokens, fp8 weights", check_engine
+    yield "engine's tokens, fp8 weights", partial(check_engine, sizes)
 
 
 def measurements(sizes: Sizes) -> Iterator[Check]:
@@ -46,6 +50,7 @@ def measurements(sizes: Sizes) -> Iterator[Check]:
     yield "speed of products with fp8", partial(measure_products, sizes)
     for kind, group in GROUPS.items():
         yield f"speed with fp8 weights, scales of {kind}", partial(measure_model, sizes, kind, group)
+    yield "speed with experts in fp8", partial(measure_mixture, sizes)
 
 
 def check_results(dtype: torch.dtype, sizes: Sizes) -> Iterator[Result]:
@@ -54,6 +59,17 @@ def check_results(dtype: torch.dtype, sizes: Sizes) -> Iterator[Result]:
         for rows in ROWS if sizes.has_gpu else ROWS[:2]:
             case = Float8Case.random(rows, **options).as_type(dtype)
             yield compared(f"fp8: {name}, {rows} rows", case.on(DEVICE).multiply(), case.expected(), dtype)
+
+
+def check_experts(dtype: torch.dtype, sizes: Sizes) -> Iterator[Result]:
+    """Against float64, with all sizes of tiles."""
+    case = random_case(sizes, dtype, tokens=50, experts=(8, 2), elsewhere=1)
+    for kind, group in (("rows", None), ("groups", 32)):
+        mixture = Float8Mixture.of(case, group)
+        there = mixture.on(DEVICE)
+        found = torch.cat([there.process(tile_rows).cpu() for tile_rows in TILE_ROWS])
+        expected = mixture.case.expected().repeat(len(TILE_ROWS), 1)
+        yield compared(f"fp8: experts, scales of {kind}", found, expected, dtype)
 
 
 def check_bits(sizes: Sizes) -> Iterator[Result]:
@@ -66,12 +82,12 @@ def check_bits(sizes: Sizes) -> Iterator[Result]:
     yield same_bits("bits of products with fp8, fixed tiles", fixed)
 
 
-def check_engine() -> Iterator[Result]:
+def check_engine(sizes: Sizes) -> Iterator[Result]:
     """Its tokens in float32 against those of the CPU, which expands the matrices for each product."""
     model = small_model()
     quantize_linears(model, 32)
     expected = generate(model, SAMPLERS["greedy"])
-    for kind, num_cuda_graphs in (("eager", 0), ("graphs", 1)):
+    for kind, num_cuda_graphs in (("graphs", 1), ("eager", 0))[: 2 if sizes.has_gpu else 1]:
         there = Decoder(model.config, dtype=model.dtype, device=DEVICE)
         quantize_linears(there, 32)
         there.copy_from(model)
@@ -136,6 +152,20 @@ def measure_model(sizes: Sizes, kind: str, group: int | None) -> Iterator[Result
     results += [decode(model, sizes, requests, sizes.contexts[0], read, bandwidth) for requests in batches]
     for result in results:
         yield replace(result, name=f"fp8, scales of {kind}: {result.name}")
+
+
+@torch.inference_mode()
+def measure_mixture(sizes: Sizes) -> Iterator[Result]:
+    """A model with experts, as `mixtures.measure`, with blocks of 128 columns."""
+    free(sizes)
+    ceilings = copied_bytes_per_second(sizes), products_per_second(sizes)
+    batches = sizes.batches if sizes.has_gpu else sizes.batches[:1]
+    sizes = replace(sizes, model=sizes.mixture, batches=batches)
+    model = random_model(sizes)
+    quantize_linears(model.layers, GROUPS["blocks"])
+    free(sizes)
+    for result in measure_passes(model, sizes, *ceilings):
+        yield replace(result, name=f"fp8 experts: {result.name}")
 
 
 def free(sizes: Sizes) -> None:

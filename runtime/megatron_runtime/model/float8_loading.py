@@ -10,7 +10,6 @@ from torch import nn
 
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.experts import Experts
 from megatron_runtime.model.formats.float8_source import Float8Source
 from megatron_runtime.model.formats.weight_source import WeightSource, float8_group
 from megatron_runtime.model.layers import Linear
@@ -62,10 +61,7 @@ def _replace_matrices(decoder: Decoder, source: WeightSource, placements: Mappin
     if not isinstance(source, Float8Source):
         return
     replaced: dict[nn.Module, nn.Module] = {}
-    of_experts = _linears_of_experts(decoder)
     for module, names in matrices_of(placements).items():
-        if module in of_experts:
-            continue
         if isinstance(module, Linear) and (group := _group(source, [(name, placements[name]) for name in names])):
             coding = source.tensors[names[0]].float8
             assert coding is not None
@@ -73,12 +69,6 @@ def _replace_matrices(decoder: Decoder, source: WeightSource, placements: Mappin
                 shape, kind = module.weight.shape, getattr(torch, coding.type_name)
                 replaced[module] = Float8Linear(shape[0], shape[1], group, kind, module.bias, decoder.dtype)
     replace_modules(decoder, replaced)
-
-
-def _linears_of_experts(decoder: Decoder) -> set[nn.Module]:
-    """Those that the kernels of mixtures multiply, which have no kernels for fp8."""
-    mixtures = [module for module in decoder.modules() if isinstance(module, Experts)]
-    return {linear for mixture in mixtures for linear in mixture.networks.modules()}
 
 
 def _group(source: WeightSource, parts: Sequence[tuple[str, Placement]]) -> int | None:

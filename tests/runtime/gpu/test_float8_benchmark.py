@@ -31,6 +31,8 @@ def test_the_dry_run_of_fp8_finds_nothing_wrong(
         "bits of a request in other batches, fp8 cache",
         "engine's tokens, fp8 cache, graphs",
         "fp8 cache: prefill",
+        "fp8: experts, scales of groups",
+        "fp8 experts: decode, batch 1",
         "fp8 cache: decode, batch 1",
     )
     assert all(f"| {name}" in printed for name in names)

@@ -87,6 +87,13 @@ class Float8Linear(nn.Module):
         inputs = torch.zeros(1, self.codes.shape[1], dtype=self.dtype, device=self.codes.device)
         float8.use_kernels(inputs, self._weights(), self.bias)
 
+    def like(self) -> Float8Linear:
+        """One of the same sizes, unfilled, on the default device."""
+        (rows, columns), bias = self.codes.shape, None
+        if self.bias is not None:
+            bias = nn.Parameter(torch.empty(rows, dtype=self.dtype), requires_grad=False)
+        return Float8Linear(rows, columns, self.group, self.kind, bias, self.dtype)
+
     @property
     def kernel_key(self) -> tuple[object, ...]:
         """What the kernels are compiled for."""

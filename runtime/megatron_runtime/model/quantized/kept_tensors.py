@@ -51,9 +51,9 @@ def _coded_bytes(name: str, shard: Shard, source: WeightSource, names: TensorNam
 
 
 def _float8_bytes(name: str, shard: Shard, source: WeightSource, names: TensorNames) -> int | None:
-    """The same for fp8, with a scale in float32 for each group of columns of a row; None for experts and tables."""
+    """The same for fp8, with a scale in float32 for each group of columns of a row; None for tables."""
     stem, (rows, width) = name.removesuffix(".weight"), source.tensors[name].shape
-    if stem in (names.embedding, names.head) or names.expert.partition("{}")[0] in stem:
+    if stem in (names.embedding, names.head):
         return None
     part = _columns(stem, shard, names) or range(width)
     group = float8_group([source.tensors[f"{each}.weight"].float8 for each in _fused(stem, names)], part, width)

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from gpu_support.compile_ahead import CAPABILITIES, SMALLER, Case, attention_cases, compiled, resources
+from gpu_support.compile_ahead import CAPABILITIES, SMALLER, Case, attention_cases, compiled, expert_cases, resources
 
-from megatron_runtime.gpu import attention, float8, float8_kernels
+from megatron_runtime.gpu import attention, experts, float8, float8_kernels
 
 POINTERS = {**dict.fromkeys(("output", "inputs", "bias"), "bf16"), "codes": "u8", "scales": "fp32"}
 SHAPES = {16: ((4096, 128), (28672, 4096)), 64: ((4096, 128),), 128: ((4096, 128), (4096, 4096))}
@@ -40,11 +40,26 @@ def cache_cases(capability: int) -> Iterator[Case]:
             yield f"{name} fp8", kernel, constants, pointers | dict.fromkeys(("keys", "values"), "u8"), options
 
 
+def mixture_cases(capability: int) -> Iterator[Case]:
+    """Products of experts with matrices in fp8, with blocks of 128, at the sizes of a 30B model."""
+    if capability in SMALLER:
+        return
+    for name, kernel, constants, pointers, _ in expert_cases(capability):
+        tile = next((rows for rows in experts.TILE_ROWS if f"_visits {rows} " in name), None)
+        if tile is None or not name.endswith(" False" if "narrow" in name else " True"):
+            continue
+        sizes = experts.product_sizes(capability, tile, 2, is_float8=True)
+        float8_only = {"GROUP": 128, "EXPONENT": 4, "IS_NATIVE": capability >= float8.FIRST_NATIVE}
+        blocks = {"BLOCK_M": sizes.rows, "BLOCK_N": sizes.columns, "BLOCK_K": sizes.inner}
+        stages = {"num_warps": sizes.warps, "num_stages": sizes.stages}
+        yield f"{name} fp8", kernel, constants | float8_only | blocks, pointers | {"matrices": "u8"}, stages
+
+
 def main() -> None:
     """Compile all and print the result."""
     found = {}
     for arch in (*CAPABILITIES, *SMALLER):
-        for name, kernel, constants, pointers, options in (*cases(arch), *cache_cases(arch)):
+        for name, kernel, constants, pointers, options in (*cases(arch), *cache_cases(arch), *mixture_cases(arch)):
             made = compiled(kernel, constants, pointers, options, arch)
             found[f"sm_{arch} {name}"] = resources(made.asm["cubin"]) | {
                 "shared": made.metadata.shared,

@@ -72,9 +72,11 @@ class Float8Case:
 
 
 def quantize_linears(model: nn.Module, group: int | None) -> None:
-    """Replace the linear layers of a model by such with matrices in fp8, with a scale for ``group`` columns of a row;
-    None: for a row."""
+    """Replace the linear layers of a model, but routers, by such with matrices in fp8, with a scale for ``group``
+    columns of a row; None: for a row."""
     for name, child in model.named_children():
+        if name == "router":
+            continue
         if isinstance(child, Linear):
             setattr(model, name, _quantized(child, group or child.weight.shape[1]))
         else:
