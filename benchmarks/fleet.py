@@ -160,7 +160,7 @@ async def measure(size: int, api: Api, pods: client.CoreV1Api, operator: Operato
         await _until(lambda: _are_ready(api, path, size), LONGEST_WAIT)
         ready_seconds = time.perf_counter() - began
         starting = operator.usage().since(before)
-        before = await _rested(operator)
+        before = await _rested(operator) if idle_seconds else operator.usage()
         await asyncio.sleep(idle_seconds)
         idle, resident_bytes = operator.usage().since(before), operator.resident_bytes()
         to_first_pod = [simulated.first_seen[name] - at for name, at in created.items()]

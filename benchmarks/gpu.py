@@ -3,8 +3,9 @@
 Kernels in every type against float64 or the CPU, the bits of a request in several batches, the engine's tokens against
 those of the CPU, and the memory that a suspended engine gives back. With random weights of a Llama-3.1-8B, the speed of
 passes as a share of what this device can do, the time of the engine's steps, and transformers beside it; and the speed
-of passes of the same model with matrices or a KV cache in fp8, and of a Qwen3-30B-A3B. Prints one table; exits with 1
-if a result is wrong. Needs no network.
+of passes of the same model with matrices or a KV cache in fp8, and of a Qwen3-30B-A3B. A whole server: its speed over
+HTTP, the memory that it gives back, and its answers after its rank is killed. Prints one table; exits with 1 if a
+result is wrong. Needs no network.
 
     python benchmarks/gpu.py                 # or: make gpu
     python benchmarks/gpu.py --dry-run       # or: make gpu-dry; toy sizes, on tensors that only say they are on a GPU
@@ -53,6 +54,7 @@ def report(is_dry: bool, word: str = "", without: str | None = None) -> int:
         float8_weights,
         mixtures,
         prompt_steps,
+        server,
         speed,
         transformers_speed,
     )
@@ -66,7 +68,7 @@ def report(is_dry: bool, word: str = "", without: str | None = None) -> int:
     checks += [*speed.checks(sizes), *prompt_steps.checks(sizes), *float8_weights.measurements(sizes)]
     checks += float8_cache.measurements(sizes)
     checks += [*engine_speed.checks(sizes, rates), *transformers_speed.checks(sizes, rates)]
-    checks += mixtures.measurements(sizes)
+    checks += [*mixtures.measurements(sizes), *server.checks(sizes)]
     chosen = [check for check in checks if word in check[0] and (without is None or without not in check[0])]
     results = [*run(chosen)]
     print_results(results)
@@ -81,13 +83,14 @@ def dry_device() -> Iterator[None]:
     """The pretended device of the tests, as a GPU of compute capability 9.0."""
     import numpy as np
     from gpu_support.pretended import load_device_guard, pretended_device
+    from gpu_support.quick_interpreter import quick_interpreter
 
     from megatron_runtime.gpu import launch
 
     with tempfile.TemporaryDirectory() as folder:
         load_device_guard(Path(folder))
     launch._capability = lambda _: 90
-    with np.errstate(over="ignore"), pretended_device():
+    with np.errstate(over="ignore"), quick_interpreter(), pretended_device():
         yield
 
 

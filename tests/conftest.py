@@ -66,6 +66,12 @@ def triton_cache() -> Path:
 
 
 @pytest.fixture(scope="session")
+def kernels_folder() -> Path:
+    """Numba's compiled kernels of earlier runs, which it finds by the hash of their sources; as in the Makefile."""
+    return cache_folder() / "kernels"
+
+
+@pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """SmolLM2-135M-Instruct as GGUF (Q4_1). Fails, instead of skipping, when it was not downloaded."""
     path = cache_folder() / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"

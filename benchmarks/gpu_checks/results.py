@@ -40,9 +40,14 @@ def run(checks: Iterable[Check]) -> Iterator[Result]:
                 print(f"  {result.name}: {result.value}", file=sys.stderr, flush=True)
                 yield result
         except Exception as error:
-            traceback.print_exc()
-            words = str(error).strip().splitlines() or [""]
-            yield Result(name, f"{type(error).__name__}: {words[0]:.80}", "no error", is_wrong=True)
+            yield failure(name, error)
+
+
+def failure(name: str, error: Exception) -> Result:
+    """The row of a check that an error has ended."""
+    traceback.print_exception(error)
+    words = str(error).strip().splitlines() or [""]
+    return Result(name, f"{type(error).__name__}: {words[0]:.80}", "no error", is_wrong=True)
 
 
 @dataclass(frozen=True)

@@ -83,19 +83,23 @@ class Start:
     def pid(self) -> int:
         return self._process.pid
 
-    def seconds_until(self, has_happened: Callable[[], bool]) -> float:
-        """Seconds from the exec until a condition holds.
+    def seconds_until(self, has_happened: Callable[[], bool], limit: float = TIMEOUT_SECONDS) -> float:
+        """Seconds from the exec until a condition holds, at most ``limit``.
 
         Raises:
             ContenderError: The server ended or took too long; the message has the end of its log.
         """
         while not has_happened():
             seconds = time.monotonic() - self.began
-            if self._process.poll() is not None or seconds > TIMEOUT_SECONDS:
+            if self._process.poll() is not None or seconds > limit:
                 words = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
                 raise ContenderError("\n    ".join([f"{self.server.name} did not answer; the end of its log:", *words]))
             time.sleep(POLL_SECONDS)
         return time.monotonic() - self.began
+
+    def exit_code(self, limit: float) -> int:
+        """Of a server that ends by itself. Raises TimeoutExpired if it still runs after ``limit`` seconds."""
+        return self._process.wait(limit)
 
     def answers(self) -> bool:
         """Whether the server answers a completion of one token."""
@@ -151,10 +155,11 @@ def vllm(python: str, checkpoint: Path, port: int, _: int) -> list[str]:
 
 
 def our_server(checkpoint: Path, environment: dict[str, str], **options: object) -> Server:
-    """Ours, with further options of the command line."""
+    """Ours, with further options of the command line; True for a switch."""
     environment = {"MEGATRON_CONTROL_TOKEN": CONTROL_TOKEN, **environment}
     return Server("ours", sys.executable, partial(ours, **options), checkpoint, ("torch", "numba"), environment)
 
 
 def _flags(options: dict[str, object]) -> list[str]:
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    words = [[f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in options.items()]
+    return [word for option in words for word in option]

@@ -157,14 +157,12 @@ class InferenceConfig(UnavailableSettings):
     cuda_graph_all_prefills: bool = False
     """Whether passes with prompts are captured up to ``max_tokens``."""
     batch_invariant: bool = False
-    """Whether the bits of a request's results on a GPU must not depend on other requests: products with weights have a
-    fixed number of rows then, which takes longer. On a CPU they never depend on others, except where PyTorch's
-    attention is used."""
+    """Whether the bits of a request's results on a GPU must not depend on other requests, which takes longer: products
+    have a fixed number of rows. On a CPU they never depend on others, except where PyTorch's attention is used."""
     num_speculative_tokens: int = 0
-    """Maximum number of tokens that a pass verifies for a request besides its next one: those that followed the last
-    occurrence of its latest tokens, or those of ``speculative_draft_model``, instead of the drafts of Megatron's
-    prediction heads. They change no token. Requests with log probabilities or a limit of their reasoning have none.
-    0: no speculation."""
+    """Maximum number of tokens, or 0, that a pass verifies for a request besides its next one: those that followed the
+    last occurrence of its latest tokens, or those of ``speculative_draft_model``, instead of the drafts of Megatron's
+    prediction heads. They change no token. Requests with log probabilities or a limit of their reasoning have none."""
     speculative_draft_model: Any = field(default=None, repr=False)
     """A small model from `load_model`, with the vocabulary of the served one, whole on each rank, which drafts these
     tokens. Its keys and values are in the blocks of the KV cache and count in its size."""
@@ -172,6 +170,8 @@ class InferenceConfig(UnavailableSettings):
     """Maximum number of LoRA adapters that are loaded at once."""
     max_lora_rank: int = 64
     """Largest r of the matrices of an adapter."""
+    grammar_cache_bytes: int = 96 * 2**20
+    """Most memory, about, of compiled grammars that are kept for later requests."""
     materialize_only_last_token_logits: bool = False
     """Never computes logits of prompts, and fails requests with log probabilities of them. Otherwise only the requested
     ones are computed."""
@@ -218,7 +218,8 @@ class InferenceConfig(UnavailableSettings):
     def _check_numbers(self) -> None:
         check_routing_alpha(self.prefix_caching_routing_alpha)
         check_state_memory(self.mamba_memory_ratio, self.prefix_caching_mamba_gb)
-        for name in ("block_size_tokens", "cuda_graph_max_tokens", "max_loras", "max_lora_rank"):
+        whole = ("block_size_tokens", "cuda_graph_max_tokens", "max_loras", "max_lora_rank", "grammar_cache_bytes")
+        for name in whole:
             self._require_whole(name)
         if self.num_cuda_graphs not in (None, 0, -1) or isinstance(self.num_cuda_graphs, bool | float):
             self._require_whole("num_cuda_graphs", "None, 0, -1 for all sizes, or a whole number of at least 1")

@@ -12,7 +12,7 @@ class Headers(IntEnum):
     """
 
     CONNECT = 0
-    """client -> coordinator: connect. Always acknowledged."""
+    """client -> coordinator: connect. Always acknowledged or refused."""
     CONNECT_ACK = 1
     """coordinator -> client: connected, with the coordinator's epoch and its routing options."""
     REGISTER = 2
@@ -21,13 +21,16 @@ class Headers(IntEnum):
     REGISTER_ACK = 3
     """coordinator -> engine: registered."""
     REGISTER_REFUSED = 4
-    """coordinator -> engine: not registered, and the reason (a newer attempt of the replica group is registered)."""
+    """coordinator -> engine: not registered, and the reason (a newer attempt of the replica group is registered, or
+    it speaks other versions of the protocol)."""
     HEARTBEAT = 5
     """engine or client -> coordinator: heartbeat; an engine adds its state and statistics."""
     BEAT = 6
     """coordinator -> all peers: heartbeat, with the epoch. A failed send shows that a peer is gone."""
     UNKNOWN_PEER = 7
     """coordinator -> unknown peer: connect or register first."""
+    CONNECT_REFUSED = 8
+    """coordinator -> client: not connected, and the reason (it speaks other versions of the protocol)."""
 
     SUBMIT_REQUEST = 20
     """client -> coordinator -> engine: new requests, a body frame each."""

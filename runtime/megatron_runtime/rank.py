@@ -223,6 +223,7 @@ def _inference_config(engine: EngineOptions, plan: RankPlan) -> InferenceConfig:
         moe_enable_routing_replay=engine.moe_enable_routing_replay,
         max_loras=engine.max_loras,
         max_lora_rank=engine.max_lora_rank,
+        grammar_cache_bytes=engine.grammar_cache_bytes,
     )
 
 

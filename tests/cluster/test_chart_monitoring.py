@@ -7,7 +7,6 @@ from typing import Any
 
 import promql_parser
 import pytest
-import yaml
 from chart_support.exported import BY_SCRAPING, BY_THE_POD_MONITOR, exported
 from chart_support.helm import CHART, Helm, Object, of_kind, only
 from chart_support.values import MONITORED
@@ -24,6 +23,7 @@ from metrics_reference import (
 from operator_support.fixtures import ROOT
 from operator_support.resource import manifest
 from promql_parser import AggregateExpr, Matcher, MatchOp, VectorSelector
+from suite_support import yaml_documents
 
 from megatron_operator.api.parse import parse_resource
 from megatron_operator.names import PodIdentity
@@ -36,7 +36,7 @@ FOR_ALL = ("$namespace", "$resource")
 """Variables of the dashboard, which match any value."""
 
 RULES: list[Object] = [
-    rule for group in yaml.safe_load((CHART / "files" / "alerts.yaml").read_text()) for rule in group["rules"]
+    rule for group in yaml_documents.load((CHART / "files" / "alerts.yaml").read_text()) for rule in group["rules"]
 ]
 DASHBOARD: Object = json.loads((CHART / "files" / "dashboard.json").read_text())
 PANELS: list[Object] = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]

@@ -4,20 +4,21 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-import yaml
 from chart_support.helm import CHART, NAMESPACE, REGISTRY, ROOT, Helm, Object, of_kind, only
 from chart_support.values import MONITORED, VARIANTS
 from cluster_support import binaries
 from cluster_support.errors import CommandFailedError
 from release_archives import package_chart
-from suite_support import kubernetes_schemas
+from suite_support import kubernetes_schemas, yaml_documents
 from suite_support.doc_blocks import doc_blocks
 
 from megatron_operator.settings import IMAGE_VARIABLE, NetworkPolicies
@@ -25,11 +26,27 @@ from megatron_operator.settings import IMAGE_VARIABLE, NetworkPolicies
 LABELS_OF_RELEASES = ("app.kubernetes.io/instance", "app.kubernetes.io/managed-by", "app.kubernetes.io/version")
 
 
+def kustomize(folder: Path) -> list[Object]:
+    command = [binaries.find_kubectl(os.environ), "kustomize", folder]
+    return list(yaml_documents.load_all(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+
+
 @pytest.fixture(scope="session")
 def kustomized() -> list[Object]:
     """The objects of `kubectl apply -k manifests`."""
-    command = [binaries.find_kubectl(os.environ), "kustomize", ROOT / "manifests"]
-    return list(yaml.safe_load_all(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    return kustomize(ROOT / "manifests")
+
+
+@pytest.fixture(scope="session")
+def with_activator(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
+    """The objects of the overlay in the docs that adds the activator."""
+    told = [each for block in doc_blocks("yaml") for each in yaml_documents.load_all(block.text)]
+    (overlay,) = (each for each in told if "components" in each)
+    folder = tmp_path_factory.mktemp("activator")
+    shutil.copytree(ROOT / "manifests", folder / "manifests")
+    (folder / "overlay").mkdir()
+    (folder / "overlay" / "kustomization.yaml").write_text(json.dumps(overlay))
+    return kustomize(folder / "overlay")
 
 
 def check(objects: list[Object]) -> None:
@@ -52,7 +69,8 @@ def as_in_manifests(value: Any) -> Any:
     if isinstance(value, list):
         return [as_in_manifests(each) for each in value]
     if isinstance(value, str):
-        return re.sub(r"(^|\)/)megatron-inference(?=$|-)", r"\1megatron-operator", value)
+        named = re.sub(r"(^|\)/)megatron-inference(?=$|-)", r"\1megatron-operator", value)
+        return named.replace("megatron-operator-activator", "megatron-activator")
     return value
 
 
@@ -76,7 +94,7 @@ def test_helm_reads_the_package_of_a_release(helm: Helm, tmp_path: Path) -> None
 )
 def test_an_installation_in_the_docs_renders(helm: Helm, command: list[str]) -> None:
     flags = [word for word in command[4:] if word not in ("--wait", "--create-namespace")]
-    check([each for each in yaml.safe_load_all(helm("template", command[2], ROOT / command[3], *flags)) if each])
+    check([each for each in yaml_documents.load_all(helm("template", command[2], ROOT / command[3], *flags)) if each])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -118,7 +136,7 @@ def paths(values: Object, above: str = "") -> Iterator[str]:
             yield from paths(value, f"{above}{name}.")
 
 
-@pytest.mark.parametrize("path", list(paths(yaml.safe_load((CHART / "values.yaml").read_text()))))
+@pytest.mark.parametrize("path", list(paths(yaml_documents.load((CHART / "values.yaml").read_text()))))
 def test_a_value_that_is_null_gives_valid_objects_or_is_refused_by_its_name(helm: Helm, path: str) -> None:
     refusal = f"missing property '{path.rpartition('.')[2]}'"
     try:
@@ -163,8 +181,9 @@ def test_the_clients_of_the_http_port_can_be_narrowed(helm: Helm) -> None:
     assert list(allowed.clients_from) == peers
 
 
-def test_the_objects_of_the_kustomization_are_valid(kustomized: list[Object]) -> None:
+def test_the_objects_of_the_kustomizations_are_valid(kustomized: list[Object], with_activator: list[Object]) -> None:
     check(kustomized)
+    check(with_activator)
 
 
 def test_an_invalid_object_is_found(helm: Helm) -> None:
@@ -194,6 +213,28 @@ def test_the_chart_and_the_manifests_are_the_same_operator(helm: Helm, kustomize
     theirs["metadata"].pop("labels", None)
     assert ours["metadata"].get("namespace") in (None, NAMESPACE)
     assert ours == theirs
+
+
+def by_name(objects: list[Object]) -> dict[tuple[str, str], Object]:
+    """The objects by kind and name, without labels of their own, and with variables in the order of their names."""
+    for each in objects:
+        each["metadata"].pop("labels", None)
+        for container in each["spec"]["template"]["spec"]["containers"] if each["kind"] == "Deployment" else []:
+            container.get("env", []).sort(key=lambda variable: str(variable["name"]))
+    return {(each["kind"], each["metadata"]["name"]): each for each in objects}
+
+
+def test_the_chart_and_the_manifests_are_the_same_activator(helm: Helm, with_activator: list[Object]) -> None:
+    values = ("--set=activator.enabled=true", "--set=activator.apiKeySecrets={chat-keys}")
+    rendered = helm.template(*values, "--set=rbac.aggregate=false", "--no-hooks", release="megatron-inference")
+    ours, theirs = by_name([as_in_manifests(each) for each in rendered]), by_name(deepcopy(with_activator))
+    assert theirs.keys() - ours.keys() == {("Namespace", NAMESPACE)}
+    named = {kind for kind, name in ours if name == "megatron-activator"}
+    assert len(named) == 7
+    assert named >= {"Deployment", "Service", "ClusterRole", "PodDisruptionBudget", "NetworkPolicy"}
+    for each in ours:
+        if each[0] != "CustomResourceDefinition":
+            assert ours[each] == theirs[each]
 
 
 def test_the_definition_of_the_chart_is_the_generated_one_and_is_kept(helm: Helm, kustomized: list[Object]) -> None:
@@ -242,7 +283,7 @@ def test_a_value_that_is_wrong_is_named(helm: Helm, flag: str, message: str) -> 
 
 def test_the_schema_has_exactly_the_values_of_the_chart() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    values = yaml_documents.load((CHART / "values.yaml").read_text())
     schema["properties"].pop("global")  # a label of Helm
     assert paths_of_schema(schema) == paths_of_values(values, schema)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from chart_support.helm import Helm
 from cluster_support.cluster import Cluster
 from operator_support.api import Api, Json
@@ -19,6 +18,7 @@ from operator_support.fixtures import MANIFESTS, SYSTEM
 from operator_support.node import SimulatedNode, now
 from operator_support.resource import Resource, manifest
 from operator_support.scripted_node import ScriptedNode
+from suite_support import yaml_documents
 from suite_support.definition import without_rules
 
 
@@ -44,7 +44,9 @@ async def willing_node(api: Api, installed: Cluster) -> AsyncIterator[ReadyNode]
 
 def deployment(**pod_spec: Any) -> Json:
     found: Json = next(
-        each for each in yaml.safe_load_all((MANIFESTS / "operator.yaml").read_text()) if each["kind"] == "Deployment"
+        each
+        for each in yaml_documents.load_all((MANIFESTS / "operator.yaml").read_text())
+        if each["kind"] == "Deployment"
     )
     found["spec"]["template"]["spec"] |= pod_spec
     return found
@@ -172,7 +174,7 @@ async def test_the_requirements_of_the_models_in_the_namespace_are_checked(
 async def test_rules_that_the_definition_lacks_are_found_by_a_dry_run(
     ruled: Cluster, command_line: CommandLine
 ) -> None:
-    definition = yaml.safe_load((MANIFESTS / "crd.yaml").read_text())
+    definition = yaml_documents.load((MANIFESTS / "crd.yaml").read_text())
     ruled.define(without_rules(definition))
     try:
         done = await command_line.run("doctor")

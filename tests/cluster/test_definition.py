@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from cluster_support.cluster import Cluster, wait_until
@@ -16,6 +15,7 @@ from cluster_support.pki import write_kubeconfig
 from operator_support.api import Api, ApiFailure, Json
 from operator_support.fixtures import MANIFESTS
 from operator_support.resource import manifest
+from suite_support import yaml_documents
 from suite_support.definition import RULES, without_rules
 
 from megatron_operator.api.crd import crd
@@ -66,7 +66,7 @@ pytestmark = pytest.mark.usefixtures("ruled")
 
 
 def read_yaml(file: Path) -> Any:
-    return yaml.safe_load(file.read_text())
+    return yaml_documents.load(file.read_text())
 
 
 def resources(namespace: str) -> str:

@@ -5,6 +5,7 @@ The tests share one release and one resource, and run in order.
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,11 +18,15 @@ import pytest
 import yaml
 from chart_support.helm import NAMESPACE
 from cluster_support.cluster import wait_until
+from node_support.model_hub import MODEL, ModelHub
 from node_support.node import SECONDS_TO_REMOVE_A_POD, Node
 from node_support.port_forward import PortForward
 from node_support.stage import Stage
 from operator_support.questions import QUESTION, ask, check_requests_wait
 from operator_support.resource import Resource, condition, manifest, reason
+
+from megatron_operator.render.command import CACHED_MODEL_MOUNT
+from megatron_operator.render.placement import HOSTNAME
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(480)]
 
@@ -30,17 +35,8 @@ GPU = "nvidia.com/gpu"
 ACTIVATOR = "service/megatron-megatron-inference-activator"
 WEIGHTS = 134_515_008 * 4
 """Bytes of SmolLM2's parameters in float32."""
-MODEL = "/models/SmolLM2-135M-Instruct.Q4_1.gguf"
-HUB = (
-    (Path(__file__).parents[1] / "suite_support/loopback_hub.py").read_text()
-    + """
-import pathlib, sys
-model = pathlib.Path(sys.argv[1])
-hub = LoopbackHub("owner/model", {model.name: model.read_bytes()})
-ThreadingHTTPServer(("0.0.0.0", 8080), type("Handler", (_Handler,), {"hub": hub})).serve_forever()
-"""
-)
-"""A hub in a pod."""
+PAUSE_SECONDS = 1.0
+"""Between two requests of a client under load: without it, the clients take the processor from the pods that start."""
 ASK_AND_STREAM = """
 import json, sys, urllib.request
 question = {"messages": [{"role": "user", "content": sys.argv[2]}], "temperature": 0, "max_tokens": 16}
@@ -152,6 +148,7 @@ async def test_scaling_under_load_answers_every_request(
         answers = []
         while not done.is_set():
             answers.append(await ask(client_of_first_pod, 16, extra_body={"ignore_eos": True}))
+            await asyncio.sleep(PAUSE_SECONDS)
         return answers
 
     async def scale(replicas: int) -> None:
@@ -222,35 +219,52 @@ async def test_a_replica_group_of_two_pods_answers(real_stage: Stage, stage_name
     await spread.until_gone("pods", "services", "secrets", within=SECONDS_TO_REMOVE_A_POD)
 
 
+def has_started(pod: dict[str, Any]) -> bool:
+    return any(each["state"].get("running") for each in pod["status"].get("containerStatuses", []))
+
+
+@pytest.fixture(scope="module")
+def hub(own_node: Node, real_stage: Stage, stage_namespace: str) -> ModelHub:
+    return ModelHub(own_node, real_stage, stage_namespace)
+
+
 async def test_a_job_fills_a_folder_of_the_node_and_a_pod_reads_it(
-    own_node: Node, real_stage: Stage, stage_namespace: str
+    own_node: Node, stage_namespace: str, hub: ModelHub
 ) -> None:
     """Both with the users and rights that real containers have, and the kubelet's check of the folder."""
-    cached, root = Resource(own_node, stage_namespace, "cached"), own_node.folder / "scratch" / "model-cache"
-    flags = [f"--image={real_stage.images.runtime}", "--image-pull-policy=IfNotPresent", "--restart=Never"]
-    await cached.kubectl("run", "hub", *flags, "--command", "--", "python3", "-c", HUB, MODEL)
-    hub = await cached.until_found("pod", "hub", lambda pod: bool(pod["status"].get("podIP")))
-    variables = [{"name": "HF_ENDPOINT", "value": f"http://{hub['status']['podIP']}:8080"}]
-    await cached.create(
-        model={
-            "source": {"huggingFace": {"repo": "owner/model", "file": Path(MODEL).name}},
-            "cache": {"hostPath": {"path": str(root), "nodes": [own_node.name]}},
-            "servedName": "smollm2",
-        },
-        engine={"kvCacheMemory": "64Mi"},
-        podTemplate={"spec": {"containers": [{"name": "megatron", "env": variables}]}},
-    )
-    status = await cached.until_phase("Running", within=240)
-    assert (status["cache"]["phase"], status["cache"]["filledNodes"]) == ("Ready", 1)
-    folder = root / stage_namespace / status["cache"]["source"]
-    assert (folder.stat().st_uid, (folder / Path(MODEL).name).stat().st_size) == (0, status["cache"]["totalBytes"])
-    pod = await cached.get("pod", "cached-0-0-0")
-    assert pod["spec"]["securityContext"]["runAsUser"] != 0
-    ask = ("python3", "-c", ASK_AND_STREAM, "http://127.0.0.1:8000/v1", QUESTION)
-    said = await cached.kubectl("exec", "cached-0-0-0", "--", *ask)
-    assert json.loads(said)["whole"] == "The capital of France is Paris."
-    await cached.kubectl("delete", "pod", "hub", "--grace-period=1")
-    await cached.kubectl("delete", "mi", "cached", "--timeout=50s")
+    root = own_node.folder / "scratch" / "model-cache"
+    async with hub.cached("cached", {"hostPath": {"path": str(root), "nodes": [own_node.name]}}) as cached:
+        found = (await cached.until_phase("Running", within=240))["cache"]
+        assert (found["phase"], found["filledNodes"]) == ("Ready", 1)
+        folder = root / stage_namespace / found["source"]
+        assert (folder.stat().st_uid, (folder / Path(MODEL).name).stat().st_size) == (0, found["totalBytes"])
+        pod = await cached.get("pod", "cached-0-0-0")
+        assert pod["spec"]["securityContext"]["runAsUser"] != 0
+        ask = ("python3", "-c", ASK_AND_STREAM, "http://127.0.0.1:8000/v1", QUESTION)
+        said = await cached.kubectl("exec", "cached-0-0-0", "--", *ask)
+        assert json.loads(said)["whole"] == "The capital of France is Paris."
+
+
+async def test_a_job_fills_a_claim_and_a_pod_reads_a_folder_of_it(own_node: Node, hub: ModelHub) -> None:
+    """The volume is a folder of the node. The kubelet gives it to the pods' group, and mounts a part read-only."""
+    root = own_node.folder / "scratch" / "volume"
+    root.mkdir(mode=0o700)
+    selector = [{"matchExpressions": [{"key": HOSTNAME, "operator": "In", "values": [own_node.name]}]}]
+    modes = {"accessModes": ["ReadWriteMany"], "storageClassName": "by-hand", "capacity": {"storage": "1Gi"}}
+    affinity = {"nodeAffinity": {"required": {"nodeSelectorTerms": selector}}}
+    volume = {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": "models"}}
+    own_node.apply("default", volume | {"spec": {**modes, **affinity, "local": {"path": str(root)}}})
+    async with hub.cached("claimed", {"volumeClaim": {"size": "1Gi", "storageClassName": "by-hand"}}) as claimed:
+        pod = await claimed.until_found("pod", "claimed-0-0-0", has_started, within=240)
+        found = (await claimed.status())["cache"]
+        assert found["phase"] == "Ready"
+        (file,) = root.glob(f"**/{Path(MODEL).name}")
+        user = pod["spec"]["securityContext"]["runAsUser"]
+        assert (file.stat().st_uid, root.stat().st_gid, file.stat().st_size) == (user, user, found["totalBytes"])
+        inside = f"head -c 4 {CACHED_MODEL_MOUNT}/{file.name} && grep ' {CACHED_MODEL_MOUNT} ' /proc/mounts"
+        said = await claimed.kubectl("exec", "claimed-0-0-0", "--", "sh", "-c", inside)
+        assert re.match(rf"GGUF\S+ {CACHED_MODEL_MOUNT} \S+ ro,", said), said
+    await hub.stop()
 
 
 async def test_gpus_are_requested_and_too_many_are_reported_with_the_numbers(

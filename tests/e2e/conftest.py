@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -159,6 +160,13 @@ def start_local(tmp_path: Path, smollm2_path: Path) -> Iterator[LocalStarter]:
     yield start
     for command in started:
         command.close()
+
+
+@pytest.fixture
+def start_tiny(start_local: LocalStarter, tiny_checkpoint: Path) -> LocalStarter:
+    """The same with a tiny model and one frontend per pod, for tests that do not depend on words."""
+    source = {"path": f"/models/{tiny_checkpoint.name}"}
+    return partial(start_local, tiny_checkpoint.parent, model={"source": source}, frontend={"replicas": 1})
 
 
 @pytest.fixture(scope="module")

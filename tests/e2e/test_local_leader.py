@@ -31,8 +31,10 @@ def client_of(url: str, **headers: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=url, api_key="none", timeout=100, http_client=http, default_headers=headers)
 
 
-def ask(client: openai.OpenAI, tokens: int = 30) -> str:
-    answer = client.chat.completions.create(model="smollm2", messages=QUESTION, temperature=0, max_tokens=tokens)
+def ask(client: openai.OpenAI) -> str:
+    """An answer that takes about a second."""
+    asked = {"temperature": 0, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
+    answer = client.chat.completions.create(model="smollm2", messages=QUESTION, **asked)
     return answer.choices[0].message.content or ""
 
 
@@ -114,9 +116,9 @@ def coordinators(command: Any) -> list[bool]:
 
 
 def test_clients_see_only_a_delay_when_the_leader_pod_is_killed_and_the_lifecycle_is_kept(
-    start_local: Callable[..., Any], wait_until: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+    start_tiny: Callable[..., Any], wait_until: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = start_local(replicas=2)
+    command = start_tiny(replicas=2)
     command.wait_for("ready replicas: 2/2")
     with load_on(command.url) as load:
         wait_until(lambda: len(load.answers) >= CLIENTS, "answers before")
@@ -150,9 +152,9 @@ def test_clients_see_only_a_delay_when_the_leader_pod_is_killed_and_the_lifecycl
 
 
 def test_a_leader_that_hung_is_no_longer_the_leader_when_it_recovers(
-    start_local: Callable[..., Any], wait_until: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+    start_tiny: Callable[..., Any], wait_until: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = start_local(replicas=2)
+    command = start_tiny(replicas=2)
     command.wait_for("ready replicas: 2/2")
     # A connection to a stopped process hangs until the timeout of its client.
     with client_of(command.url, Connection="close") as client:

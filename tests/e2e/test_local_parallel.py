@@ -37,6 +37,7 @@ def spread(command_type: Any, tmp_path_factory: pytest.TempPathFactory, checkpoi
         "parallelism": {"tensor": 3},
         "pods": {"ranksPerPod": 2},
         "engine": {"kvCacheMemory": "32Mi"},
+        "frontend": {"replicas": 1},
     }
     command = command_type.of_sample(tmp_path_factory.mktemp("spread"), checkpoint.parent, **changes)
     try:

@@ -7,7 +7,6 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -88,12 +87,10 @@ def generated_by_group(command: Any) -> dict[str, int]:
 
 @pytest.mark.parametrize("pods", [1, 2])
 def test_new_replica_groups_get_requests_and_removed_ones_lose_none(
-    start_local: Callable[..., Any], wait_until: Callable[..., Any], tiny_checkpoint: Path, pods: int
+    start_tiny: Callable[..., Any], wait_until: Callable[..., Any], pods: int
 ) -> None:
-    command = start_local(
-        tiny_checkpoint.parent,
+    command = start_tiny(
         replicas=1,
-        model={"source": {"path": f"/models/{tiny_checkpoint.name}"}},
         engine={"kvCacheMemory": "32Mi"},
         parallelism={"pipeline": pods},
         routing={"policy": "LoadBalanced"},

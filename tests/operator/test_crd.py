@@ -8,9 +8,9 @@ from typing import Any
 
 import jsonschema
 import pytest
-import yaml
 from planning_support.resources import resource_object
 from planning_support.schema import SCHEMA, VERSION, nodes
+from suite_support import yaml_documents
 
 from megatron_operator.api.crd import DEFINITIONS, REFERENCE, crd, stale_files
 from megatron_operator.api.v1alpha1 import MegatronInferenceStatus
@@ -25,7 +25,7 @@ def test_the_generated_files_are_up_to_date() -> None:
 
 @pytest.mark.parametrize("file", DEFINITIONS, ids=str)
 def test_the_generated_file_is_the_crd(file: Path) -> None:
-    assert yaml.safe_load((ROOT / file).read_text()) == crd()
+    assert yaml_documents.load((ROOT / file).read_text()) == crd()
 
 
 def test_the_reference_names_every_field() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from suite_support import yaml_documents
 from suite_support.doc_blocks import PAGES, ROOT, doc_blocks, output_after
 from suite_support.kubernetes_schemas import check
 
@@ -83,7 +84,7 @@ PAGES_WITH_PYTHON = {
 
 def manifests_told() -> list[dict[str, Any]]:
     """The objects in the README and the pages, as YAML."""
-    return [obj for block in doc_blocks("yaml") for obj in yaml.safe_load_all(block.text)]
+    return [obj for block in doc_blocks("yaml") for obj in yaml_documents.load_all(block.text)]
 
 
 def test_every_code_block_has_a_test() -> None:
@@ -97,13 +98,15 @@ def test_every_code_block_has_a_test() -> None:
 
 
 def test_the_overlay_has_the_images_of_the_registry(tmp_path: Path) -> None:
-    (overlay,) = (obj for obj in manifests_told() if obj["apiVersion"].startswith("kustomize.config"))
+    (overlay,) = (
+        obj for obj in manifests_told() if obj["apiVersion"].startswith("kustomize.config") and "images" in obj
+    )
     shutil.copytree(ROOT / "manifests", tmp_path / "manifests")
     (tmp_path / "overlay").mkdir()
     (tmp_path / "overlay/kustomization.yaml").write_text(yaml.safe_dump(overlay))
     kubectl = Path(sysconfig.get_path("scripts")) / "kubectl"
     done = subprocess.run([kubectl, "kustomize", tmp_path / "overlay"], capture_output=True, text=True, check=True)
-    (deployment,) = (obj for obj in yaml.safe_load_all(done.stdout) if obj["kind"] == "Deployment")
+    (deployment,) = (obj for obj in yaml_documents.load_all(done.stdout) if obj["kind"] == "Deployment")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     images = [container["image"], *(each["value"] for each in container["env"] if each["name"] == IMAGE_VARIABLE)]
     assert all(image.startswith("registry.example.com/megatron/") for image in images)

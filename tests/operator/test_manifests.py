@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from suite_support import yaml_documents
 
 from megatron_operator.api.parse import parse_resource
 from megatron_operator.kubernetes.api_server import PATHS, group_version_plural
@@ -22,7 +22,7 @@ Rule = dict[str, Any]
 
 
 def of_kind(kind: str, *files: str) -> list[dict[str, Any]]:
-    documents = [each for file in files for each in yaml.safe_load_all((MANIFESTS / file).read_text())]
+    documents = [each for file in files for each in yaml_documents.load_all((MANIFESTS / file).read_text())]
     return [each for each in documents if each["kind"] == kind]
 
 
@@ -60,7 +60,7 @@ def test_the_role_has_every_kind_that_the_operator_uses(kind: str) -> None:
 
 @pytest.mark.parametrize("sample", sorted((MANIFESTS / "samples").glob("*.yaml")), ids=lambda sample: sample.stem)
 def test_every_sample_is_valid(sample: Path) -> None:
-    resource = parse_resource(yaml.safe_load(sample.read_text()))
+    resource = parse_resource(yaml_documents.load(sample.read_text()))
     assert resource.name == sample.stem
 
 
@@ -69,16 +69,17 @@ def test_the_deployment_never_runs_two_versions_at_once() -> None:
     assert (deployment["spec"]["replicas"], deployment["spec"]["strategy"]) == (1, {"type": "Recreate"})
 
 
-def test_the_kustomization_lists_exactly_the_files() -> None:
-    listed = yaml.safe_load((MANIFESTS / "kustomization.yaml").read_text())["resources"]
-    present = {path.name for path in MANIFESTS.glob("*.yaml")} - {"kustomization.yaml"}
+@pytest.mark.parametrize("folder", [MANIFESTS, MANIFESTS / "activator"], ids=lambda folder: folder.name)
+def test_a_kustomization_lists_exactly_the_files(folder: Path) -> None:
+    listed = yaml_documents.load((folder / "kustomization.yaml").read_text())["resources"]
+    present = {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}
     assert set(listed) == present
 
 
 def test_the_chart_has_the_version_of_the_package() -> None:
     from importlib.metadata import version
 
-    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    chart = yaml_documents.load((CHART / "Chart.yaml").read_text())
     ours = version("megatron-inference")
     assert (chart["version"], chart["appVersion"]) == (ours, ours)
 

@@ -52,6 +52,8 @@ def test_each_key_has_a_cache_salt_of_its_own_whichever_header_carries_it(file: 
     assert first != second
     assert others.cache_salt("Basic of-a-proxy", "first") == first
     assert "first" not in first
+    assert keys.tenant("Bearer first") == others.tenant(None, "first") != keys.tenant("Bearer second")
+    assert keys.tenant("Bearer first") not in first
     replace(file, b"second\n")
     assert not lets_in(keys, "first")
     assert keys.cache_salt("Bearer first") != second

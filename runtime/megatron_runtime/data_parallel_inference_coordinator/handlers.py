@@ -29,6 +29,7 @@ from megatron_runtime.wire.items import (
     text,
     uuid_bytes,
 )
+from megatron_runtime.wire.protocol_version import NONE, OWN, Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -83,16 +84,34 @@ def _unknown_peer(core: Core, peer: bytes) -> MalformedMessage:
     return MalformedMessage("a message from an unknown peer")
 
 
-def _connect(core: Core, peer: bytes, message: Message) -> None:
+def _understood(core: Core, peer: bytes, message: Message, refusal: Headers) -> Message | None:
+    """The message of a new peer without its versions; None if they are refused."""
+    is_old = bool(message.args) and type(message.args[0]) is int
+    versions, message = (NONE, message) if is_old else Protocol.first_of(message)
+    reason = OWN.why_not(versions)
+    if reason is None:
+        return message
+    core.protocol_errors.add(reason)
+    core.outbox.put(peer, refusal, reason)
+    return None
+
+
+def _connect(core: Core, peer: bytes, whole: Message) -> None:
+    message = _understood(core, peer, whole, Headers.CONNECT_REFUSED)
+    if message is None:
+        return
     hello = natural(arguments(message, 1)[0], "hello")
     if core.engines.get(peer) is not None:
         raise MalformedMessage("an engine tried to connect as a client")
     client = core.clients.setdefault(peer, ClientEntry(peer, core.clock()))
     client.last_seen = core.clock()
-    core.outbox.put(peer, Headers.CONNECT_ACK, core.epoch, core.options.hash_block_size, hello)
+    core.outbox.put(peer, Headers.CONNECT_ACK, OWN, core.epoch, core.options.hash_block_size, hello)
 
 
-def _register(core: Core, peer: bytes, message: Message) -> None:
+def _register(core: Core, peer: bytes, whole: Message) -> None:
+    message = _understood(core, peer, whole, Headers.REGISTER_REFUSED)
+    if message is None:
+        return
     registration = Registration.parse(message)
     if peer in core.clients:
         raise MalformedMessage("a client tried to register as an engine")
@@ -111,7 +130,7 @@ def _register(core: Core, peer: bytes, message: Message) -> None:
             )
     engine = core.engines.register(peer, registration, now)
     logger.info("%s registered, %s", engine.name, engine.state.value)
-    core.outbox.put(peer, Headers.REGISTER_ACK, core.epoch)
+    core.outbox.put(peer, Headers.REGISTER_ACK, OWN, core.epoch)
     if core.generation_epoch is not None:
         core.outbox.put(peer, Headers.SET_GENERATION_EPOCH, core.generation_epoch)
     core.lifecycle.touch()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.context_limits import ContextLimits
 from megatron_runtime.engine.engine_adapters import EngineAdapters
 from megatron_runtime.engine.routing_store import ExpertRouting
@@ -46,6 +47,7 @@ class Admission:
         num_speculative_tokens: Most drafts of a request in a pass; 0: none.
         has_draft_model: Whether a draft model proposes them, instead of prompt lookup.
         adapters: The adapters that requests can name.
+        grammar_cache_bytes: Most memory of compiled grammars that are kept.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class Admission:
         num_speculative_tokens: int = 0,
         has_draft_model: bool = False,
         adapters: EngineAdapters | None = None,
+        grammar_cache_bytes: int = InferenceConfig.grammar_cache_bytes,
     ) -> None:
+        compiled_grammars(tokenizer).max_bytes = grammar_cache_bytes
         self._tokenizer = tokenizer
         self._limits = limits
         self._vocab_size = vocab_size
@@ -112,6 +116,9 @@ class Admission:
             prompt_length=len(tokens),
             max_length=len(tokens) + limit,
             priority=params.priority,
+            tenant=params.tenant or "",
+            body=params.body,
+            answers=params.answers,
             next_log_prob=_first_log_prob(params, len(tokens), limit),
             block_hashes=hashes,
             pooling=params.pooling,

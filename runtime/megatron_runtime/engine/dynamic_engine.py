@@ -16,7 +16,8 @@ from megatron_runtime.engine.pass_runner import PassRunner
 from megatron_runtime.engine.request_book import Reports, RequestBook
 from megatron_runtime.engine.request_future import RequestFuture
 from megatron_runtime.engine.running_engine import RunningEngine
-from megatron_runtime.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from megatron_runtime.engine.scheduling.schedule import SchedulerLimits
+from megatron_runtime.engine.scheduling.scheduler import Scheduler
 from megatron_runtime.engine.scheduling.sequence import Sequence
 from megatron_runtime.engine.serve_batch import serve_batch
 from megatron_runtime.engine.step_log import StepLog
@@ -70,6 +71,7 @@ class DynamicInferenceEngine(RunningEngine):
             num_speculative_tokens=self.config.num_speculative_tokens,
             has_draft_model=self.config.speculative_draft_model is not None,
             adapters=self.adapters,
+            grammar_cache_bytes=self.config.grammar_cache_bytes,
         )
         self._requests = RequestBook(
             self.tokenizer,
@@ -199,9 +201,7 @@ class DynamicInferenceEngine(RunningEngine):
         return self._requests.pop_reports()
 
     def generate(
-        self,
-        prompts: Tokens[Prompt],
-        sampling_params: SamplingParams | Tokens[SamplingParams] | None = None,
+        self, prompts: Tokens[Prompt], sampling_params: SamplingParams | Tokens[SamplingParams] | None = None
     ) -> list[DynamicInferenceRequestRecord]:
         """Serve prompts in this thread until they are finished: `serve_batch`."""
         unused = (request_id for request_id in self._ids if request_id not in self._requests)

@@ -15,7 +15,8 @@ from megatron_runtime.engine.next_pass import NextPass
 from megatron_runtime.engine.pass_graphs import PassGraphs
 from megatron_runtime.engine.request_book import RequestBook
 from megatron_runtime.engine.sampling.sampler import NO_TOKEN
-from megatron_runtime.engine.scheduling.scheduler import Schedule, Scheduler
+from megatron_runtime.engine.scheduling.schedule import Schedule
+from megatron_runtime.engine.scheduling.scheduler import Scheduler
 from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice, SettledPass
 from megatron_runtime.engine.shared_output import PendingOutput, awaited_output, share_output
 from megatron_runtime.engine.text_generation_controller import StepOutput, TextGenerationController
@@ -134,10 +135,7 @@ class PassRunner:
 
     def _can_admit_next(self, schedule: Schedule, *, admits: bool) -> bool:
         """Whether a request in the queue may begin with the next pass."""
-        scheduler = self._scheduler
-        if not scheduler.num_waiting or scheduler.num_running == scheduler.limits.max_requests:
-            return False
-        return bool(schedule.admitted) or not admits
+        return self._scheduler.may_admit and (bool(schedule.admitted) or not admits)
 
     def _apply(self, schedule: Schedule) -> None:
         """Apply a schedule's evictions and admissions to requests and tables."""

@@ -91,11 +91,23 @@ class StreamReplies:
     def __init__(self, *, as_dict: bool) -> None:
         self._as_dict = as_dict
 
-    def attach(self, future: RequestFuture, stream: AsyncStream) -> None:
-        """Put the updates of this request into this stream, which ends with the request."""
+    def stream_into(
+        self, streams: dict[int, AsyncStream], future: RequestFuture, loop: asyncio.AbstractEventLoop
+    ) -> AsyncStream:
+        """The stream of this request's updates, which ends with the request, and is in ``streams`` until then."""
+
+        def forget(_: object = None) -> None:
+            streams.pop(future.request_id, None)
+
+        def leave() -> None:
+            forget()
+            future.cancel()
+
         self._request_id = future.request_id
-        self._stream = stream
+        self._stream = streams[future.request_id] = AsyncStream(future.request_id, leave, loop)
         future.add_done_callback(self._end)
+        future.add_done_callback(forget)
+        return self._stream
 
     def add(self, update: StreamUpdate) -> None:
         """Put an update into the stream."""

@@ -28,6 +28,7 @@ from megatron_runtime.wire.bodies import Prompt
 from megatron_runtime.wire.codec import MalformedMessage, Message
 from megatron_runtime.wire.dealer import Dealer
 from megatron_runtime.wire.items import arguments, natural, text
+from megatron_runtime.wire.protocol_version import OWN, Protocol
 
 HEARTBEAT_SECONDS = 1.0
 
@@ -101,6 +102,7 @@ class InferenceClient(ControlCalls):
         self._first_answer: asyncio.Future[None] | None = None
         self._disconnected_at = 0.0
         self._hello = 0
+        self._refusal = ""
         self.coordinator_epoch: str | None = None
         """Identifies the coordinator process; None before its first answer."""
         self.listener_task: asyncio.Task[None] | None = None
@@ -245,19 +247,7 @@ class InferenceClient(ControlCalls):
         sampling_params.streaming = True
         replies = StreamReplies(as_dict=not self.deserialize)
         future = self.add_request(prompt, sampling_params, on_update=replies.add)
-
-        def forget(_: object = None) -> None:
-            self.streams.pop(future.request_id, None)
-
-        def leave() -> None:
-            forget()
-            future.cancel()
-
-        stream = AsyncStream(future.request_id, leave, self._require_started())
-        replies.attach(future, stream)
-        self.streams[future.request_id] = stream
-        future.add_done_callback(forget)
-        return stream
+        return replies.stream_into(self.streams, future, self._require_started())
 
     def abort_request(self, request_id: int) -> None:
         """Abort a request. Its result is FAILED, with finish_reason "abort" and the tokens so far."""
@@ -283,13 +273,18 @@ class InferenceClient(ControlCalls):
     def _connect_with_inference_coordinator(self) -> None:
         """Introduce this client after each (re-)connection, because the coordinator may be another process."""
         self._hello += 1
-        self._dealer.send(Headers.CONNECT, self._hello)
+        self._refusal = ""
+        self._dealer.send(Headers.CONNECT, OWN, self._hello)
 
     def _disconnected(self) -> None:
         self._disconnected_at = time.monotonic()
         self._calls.close()
 
     def _accepted(self, message: Message) -> None:
+        versions, message = Protocol.first_of(message)
+        if (reason := OWN.why_not(versions)) is not None:
+            self._refused(reason)
+            return
         epoch, block_size, hello = arguments(message, 3)
         if natural(hello, "hello") != self._hello:
             return  # an answer to an earlier hello: submitting now and after the next answer would submit twice
@@ -300,6 +295,11 @@ class InferenceClient(ControlCalls):
             self._first_answer.set_result(None)
         self._requests.resubmit()
 
+    def _refused(self, reason: str) -> None:
+        """The coordinator refuses this client; another one may accept it after the next connection."""
+        self._refusal = reason
+        self._fail_everything(CoordinatorError(self._why_unreachable()))
+
     def _handle(self, message: Message) -> None:
         match message.header:
             case Headers.ENGINE_REPLY_PARTIAL | Headers.ENGINE_REPLY | Headers.REQUEST_FAILED:
@@ -308,6 +308,8 @@ class InferenceClient(ControlCalls):
                 self._calls.handle(message)
             case Headers.CONNECT_ACK:
                 self._accepted(message)
+            case Headers.CONNECT_REFUSED:
+                self._refused(text(arguments(message, 1)[0], "reason"))
             case Headers.UNKNOWN_PEER:
                 self._disconnected()
                 self._connect_with_inference_coordinator()
@@ -335,6 +337,8 @@ class InferenceClient(ControlCalls):
 
     def _why_unreachable(self) -> str:
         seconds = time.monotonic() - self._disconnected_at
+        if self._refusal:
+            return f"the coordinator at {self._dealer.address} refused this client: {self._refusal}"
         reason = "; it rejects this client's key" if self._dealer.refused_by_key else ""
         return f"no answer from a coordinator at {self._dealer.address} for {seconds:.1f} s{reason}"
 

@@ -147,6 +147,9 @@ class EngineFlags:
         EngineOptions.max_loras
     )
     max_lora_rank: Annotated[int, typer.Option(help="Largest r of a LoRA adapter.")] = EngineOptions.max_lora_rank
+    grammar_cache_memory: Annotated[
+        str, typer.Option(help="Most memory, about, of compiled grammars that are kept for later requests, like 96Mi.")
+    ] = "96Mi"
     check_finite: Annotated[bool, typer.Option("--check-finite", help="Refuse weights with NaN or infinity.")] = (
         EngineOptions.check_finite
     )
@@ -156,6 +159,7 @@ class EngineFlags:
         values = dict(vars(self))
         cache = _bytes_or_none(values.pop("kv_cache_memory"), "--kv-cache-memory")
         device = _bytes_or_none(values.pop("device_memory"), "--device-memory")
+        values["grammar_cache_bytes"] = parse_bytes(values.pop("grammar_cache_memory"), "--grammar-cache-memory")
         adapters = parse_modules(values.pop("lora_modules") or [])
         return EngineOptions(kv_cache_bytes=cache, device_memory_bytes=device, lora_modules=adapters, **values)
 

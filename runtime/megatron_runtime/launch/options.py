@@ -89,6 +89,7 @@ class EngineOptions:
     """Names and folders of LoRA adapters."""
     max_loras: int = InferenceConfig.max_loras
     max_lora_rank: int = InferenceConfig.max_lora_rank
+    grammar_cache_bytes: int = InferenceConfig.grammar_cache_bytes
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: int = 1

@@ -129,6 +129,12 @@ class SamplingParams:
     """Requests use only cached prefixes of requests with the same salt. A secret salt hides them from other users."""
     adapter: str | None = None
     """Name of the LoRA adapter that is applied to the model."""
+    tenant: str | None = None
+    """A full engine is shared equally between tenants; requests without one are of one tenant."""
+    body: str | None = None
+    """Name of the body that this request is an answer of, among those of the tenant. None: it is the only answer."""
+    answers: Annotated[int, Range(1)] = 1
+    """Number of answers of the body: a small body does not wait for a large one that arrived shortly before it."""
     pooling: str | None = None
     """The result has an ``embedding`` instead of an answer: the hidden state of the prompt's last token ("last"), or
     the mean over its tokens ("mean"). Needs ``num_tokens_to_generate=0``."""
@@ -269,7 +275,7 @@ class SamplingParams:
                 )
 
     def _check_texts(self) -> None:
-        for name, longest in (("cache_salt", LONGEST_SALT), ("adapter", LONGEST_NAME)):
+        for name, longest in _LONGEST_TEXTS.items():
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and 0 < len(value) <= longest):
                 raise InvalidRequestError(f"{name}={value!r} must be a text of 1 to {longest} characters", field=name)
@@ -317,6 +323,7 @@ class SamplingParams:
             )
 
 
+_LONGEST_TEXTS = {"cache_salt": LONGEST_SALT, "adapter": LONGEST_NAME, "tenant": LONGEST_SALT, "body": LONGEST_SALT}
 DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 """The default of every parameter."""
 RANGES = ranges_of(SamplingParams)

@@ -66,11 +66,18 @@ class ApiKeys:
 
     def cache_salt(self, authorization: str | None, key: str | None = None) -> str:
         """A secret of the request's key, equal in all frontends; the arguments are those of ``check``, which passed."""
+        return self._derived(b"prefix cache", authorization, key)
+
+    def tenant(self, authorization: str | None, key: str | None = None) -> str:
+        """The name of the request's key for engines, equal in all frontends; arguments as for ``cache_salt``."""
+        return self._derived(b"tenant", authorization, key)[:32]
+
+    def _derived(self, purpose: bytes, authorization: str | None, key: str | None) -> str:
         given = _given(authorization, key)
         # The key may have been removed since the check.
         matching = (digest for digest in self._digests if any(hmac.compare_digest(each, digest) for each in given))
         used = next(matching, given[0])
-        return hmac.digest(used, b"prefix cache", "sha256").hex()
+        return hmac.digest(used, purpose, "sha256").hex()
 
     def _refresh(self) -> None:
         try:

@@ -29,6 +29,7 @@ from megatron_runtime.server.generation.choice_run import ChoiceRunner
 from megatron_runtime.server.generation.generation import Generation
 from megatron_runtime.server.generation.idempotency import IdempotencyKey, already_running
 from megatron_runtime.server.generation_config import LONGEST_ANSWER, fill
+from megatron_runtime.server.isolation import Isolation
 from megatron_runtime.server.large_bodies import LargeBodies
 from megatron_runtime.server.media_placeholders import replace_media
 from megatron_runtime.server.messages.message_format import MessageFormat, ResponseParsing
@@ -83,15 +84,18 @@ class FrontendContext:
             message = "send the control token as Authorization: Bearer <token>"
             raise ApiError(401, message, code="invalid_control_token")
 
-    def cache_salt(self, request: Request, of_field: str | None) -> str | None:
-        """The salt of the request's prefixes: of its field, and of its API key unless keys share their prefixes.
-
-        None without either, so that all such requests share their prefixes.
+    def isolation(self, request: Request, salt: str | None) -> Isolation:
+        """The request's tenant is its API key. The salt of its prefixes is that of its field, and of its API key
+        unless keys share their prefixes.
         """
-        if self.api_keys is None or self.options.http.shared_prefix_cache:
-            return of_field
-        of_key = self.api_keys.cache_salt(request.headers.get("authorization"), request.headers.get("x-api-key"))
-        return hashlib.sha256(f"{of_key}/{of_field or ''}".encode()).hexdigest()
+        if self.api_keys is None:
+            return Isolation(salt, None)
+        given = request.headers.get("authorization"), request.headers.get("x-api-key")
+        tenant = self.api_keys.tenant(*given)
+        if self.options.http.shared_prefix_cache:
+            return Isolation(salt, tenant)
+        of_key = self.api_keys.cache_salt(*given)
+        return Isolation(hashlib.sha256(f"{of_key}/{salt or ''}".encode()).hexdigest(), tenant)
 
     @property
     def adapters(self) -> Mapping[str, str]:
@@ -120,7 +124,7 @@ class FrontendContext:
         key: IdempotencyKey | None,
         parsing: ResponseParsing,
         *,
-        cache_salt: str | None,
+        isolation: Isolation,
     ) -> list[ChoiceTask]:
         """The choices that ``body`` requests: ``n`` per prompt, in the order of the prompts. Thread-safe."""
         if len(prompts) * body.n > MAX_CHOICES:
@@ -130,9 +134,8 @@ class FrontendContext:
         fill(body, self.options.sampling_defaults)
         grammar = parsing.grammar(output_constraint(body))
         limits = [self._limit(body, prompt) for prompt in prompts]
-        params = {
-            limit: self._sampling_params(body, limit, grammar, cache_salt, parsing) for limit in dict.fromkeys(limits)
-        }
+        params = {limit: self._sampling_params(body, limit, grammar, parsing) for limit in dict.fromkeys(limits)}
+        isolation.apply(params.values(), len(prompts) * body.n)
         return [
             self._task(index * body.n + sample, prompt, params[limit], body, key, parsing)
             for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
@@ -200,11 +203,10 @@ class FrontendContext:
         body: GenerationBody,
         limit: int,
         grammar: str | None,
-        cache_salt: str | None,
         parsing: ResponseParsing,
     ) -> SamplingParams:
         """The parameters that all choices with this limit share."""
         params = sampling_params(body, limit=limit, vocab_size=self.tokenizer.vocab_size, grammar=grammar)
-        params.cache_salt, params.adapter = cache_salt, self.adapter(body.model)
+        params.adapter = self.adapter(body.model)
         parsing.limit_thinking(params, body.thinking_budget)
         return params

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from cluster_support.errors import CommandFailedError
+from suite_support import yaml_documents
 
 Object = dict[str, Any]
 
@@ -41,7 +41,7 @@ class Helm:
     def template(self, *flags: str | Path, release: str = RELEASE, chart: Path = CHART) -> list[Object]:
         """The objects of a release, including its tests."""
         text = self("template", release, chart, "--namespace", NAMESPACE, REGISTRY, *flags)
-        return [each for each in yaml.safe_load_all(text) if each]
+        return [each for each in yaml_documents.load_all(text) if each]
 
     def _env(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("HELM_", "KUBE"))}

@@ -11,6 +11,7 @@ import yaml
 from chart_support.helm import CHART, NAMESPACE, REGISTRY, RELEASE, Helm, Object
 from cluster_support.cluster import Cluster, wait_until
 from operator_support.operator_process import OperatorProcess
+from suite_support import yaml_documents
 
 from megatron_operator.api.crd import crd
 
@@ -90,7 +91,7 @@ def older_chart(helm: Helm, folder: Path, version: str, field: str) -> Path:
     copy = folder / "chart"
     subprocess.run(["cp", "-r", CHART, copy], check=True)
     definition = copy / "files" / "crd.yaml"
-    older = yaml.safe_load(definition.read_text())
+    older = yaml_documents.load(definition.read_text())
     spec = older["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     del spec["properties"]["routing"]["properties"][field], spec["properties"]["routing"]["default"][field]
     definition.write_text(yaml.safe_dump(older))

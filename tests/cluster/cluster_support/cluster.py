@@ -79,6 +79,11 @@ class Cluster:
         """Whether controllers collect garbage and create the default ServiceAccounts."""
         return True
 
+    @property
+    def custom_resources_kubeconfig(self) -> Path:
+        """Administrator access to the server for custom resources without its proxy, if it is a server of its own."""
+        return self.kubeconfig
+
     @functools.cached_property
     def knows_cel(self) -> bool:
         """Whether the API server keeps the CEL rules of CRDs, detected by a dry run."""

@@ -4,6 +4,7 @@ The API server that the tests build consists of two: the core, and a newer serve
 core's aggregator proxies requests for them. Clients see one server.
 """
 
+import functools
 import http.client
 import itertools
 import os
@@ -174,8 +175,14 @@ class ControlPlane(Cluster):
 
     def custom_resources(self, path: str) -> str:
         """The response of the server for custom resources: an older core does not publish OpenAPI v3."""
-        own = f"https://127.0.0.1:{self._custom_resources_port}"
-        return self.kubectl(*([f"--server={own}"] if self._binaries.apiextensions else []), "get", "--raw", path)
+        return self.kubectl("get", "--raw", path, kubeconfig=self.custom_resources_kubeconfig)
+
+    @functools.cached_property
+    def custom_resources_kubeconfig(self) -> Path:
+        if self._binaries.apiextensions is None:
+            return super().custom_resources_kubeconfig
+        server, path = f"https://127.0.0.1:{self._custom_resources_port}", self.folder / "custom-resources.kubeconfig"
+        return self._pki.write_kubeconfig("admin", server, path)
 
     def _answers(self, path: str) -> bool:
         context = ssl.create_default_context(cafile=self._pki.certificate("ca"))
@@ -267,8 +274,15 @@ class ControlPlane(Cluster):
             *self._front_proxy_flags(),
             f"--proxy-client-cert-file={pki.certificate(FRONT_PROXY)}",
             f"--proxy-client-key-file={pki.key(FRONT_PROXY)}",
-            "--runtime-config=apiextensions.k8s.io/v1beta1=false",
+            "--runtime-config=" + ",".join(f"{api}={served}" for api, served in self._apis().items()),
+            # Its configuration is beta. Without it there are the limits of requests in flight.
+            "--enable-priority-and-fairness=false",
         ]
+
+    def _apis(self) -> dict[str, str]:
+        """Whether the core serves an API. Beta versions that no test uses would take a third of each of its starts."""
+        used = ("policy/v1beta1", "discovery.k8s.io/v1beta1")
+        return {"api/beta": "false", **dict.fromkeys(used, "true")}
 
     def _front_proxy_flags(self) -> list[str]:
         """The trusted proxy for user information, and its headers."""

@@ -52,7 +52,7 @@ class Pki:
             # Go refuses a certificate with an empty list of host names.
             issued = authority.issue_cert(user, *addresses, common_name=name, organization_name=group)
             pki._keep(user, issued)
-            pki._write_kubeconfig(user, server)
+            pki.write_kubeconfig(user, server, pki.kubeconfig(user))
         return pki
 
     def certificate(self, name: str) -> Path:
@@ -64,15 +64,17 @@ class Pki:
     def kubeconfig(self, user: str) -> Path:
         return self.folder / f"{user}.kubeconfig"
 
+    def write_kubeconfig(self, user: str, server: str, path: Path) -> Path:
+        """Writes a kubeconfig of the user for a server with the certificate of the API server; returns the path."""
+        cluster = {"server": server, "certificate-authority": str(self.certificate("ca"))}
+        credentials = {"client-certificate": str(self.certificate(user)), "client-key": str(self.key(user))}
+        write_kubeconfig(path, user, cluster, credentials)
+        return path
+
     def _keep(self, name: str, issued: trustme.LeafCert) -> None:
         issued.cert_chain_pems[0].write_to_path(self.certificate(name))
         self.key(name).touch(mode=0o600)
         issued.private_key_pem.write_to_path(self.key(name))
-
-    def _write_kubeconfig(self, user: str, server: str) -> None:
-        cluster = {"server": server, "certificate-authority": str(self.certificate("ca"))}
-        credentials = {"client-certificate": str(self.certificate(user)), "client-key": str(self.key(user))}
-        write_kubeconfig(self.kubeconfig(user), user, cluster, credentials)
 
 
 def write_kubeconfig(path: Path, user: str, cluster: dict[str, Any], credentials: dict[str, Any]) -> None:

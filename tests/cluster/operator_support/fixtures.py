@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from cluster_support.cluster import Cluster
 from cluster_support.control_plane import ControlPlane
 from operator_support.api import Api
@@ -13,6 +12,7 @@ from operator_support.operator_process import OperatorProcess, in_the_place_of
 from operator_support.process_node import ProcessNode
 from operator_support.resource import Resource
 from operator_support.scripted_node import ScriptedNode
+from suite_support import yaml_documents
 
 from megatron_operator.settings import ACTIVATOR_VARIABLE
 
@@ -25,7 +25,7 @@ ACCOUNT = "megatron-operator"
 @pytest.fixture(scope="session")
 def installed(control_plane: Cluster) -> Cluster:
     """A cluster with everything in `manifests/` except the Deployment."""
-    control_plane.define(yaml.safe_load((MANIFESTS / "crd.yaml").read_text()))
+    control_plane.define(yaml_documents.load((MANIFESTS / "crd.yaml").read_text()))
     for name in ("namespace.yaml", "rbac.yaml"):
         control_plane.kubectl("apply", "-f", str(MANIFESTS / name))
     return control_plane
@@ -81,7 +81,7 @@ async def confined(
     """An operator with a Role only in the namespace of ``chat``, instead of the one for all namespaces."""
     await chat.kubectl("create", "serviceaccount", "confined")
     cluster_role = next(
-        each for each in yaml.safe_load_all((MANIFESTS / "rbac.yaml").read_text()) if each["kind"] == "ClusterRole"
+        each for each in yaml_documents.load_all((MANIFESTS / "rbac.yaml").read_text()) if each["kind"] == "ClusterRole"
     )
     rules = [rule for rule in cluster_role["rules"] if rule["apiGroups"] != ["apiextensions.k8s.io"]]
     role = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": {"name": "confined"}}

@@ -37,7 +37,8 @@ def actions() -> st.SearchStrategy[list[tuple[str, int]]]:
 
 def perform(engine: DynamicInferenceEngine, action: str, which: int, ids: Any) -> None:
     if action == "add":
-        params = SamplingParams(temperature=0, num_tokens_to_generate=LENGTH, ignore_eos=True)
+        shares = {"tenant": "other" if which == 1 else None, "body": str(which), "answers": (1, 1, 3, 9)[which]}
+        params = SamplingParams(temperature=0, num_tokens_to_generate=LENGTH, ignore_eos=True, **shares)
         engine.add_request(next(ids) * 4 + which, PROMPTS[which], params)
     elif action == "abort":
         for tracked in list(engine._requests)[which : which + 1]:

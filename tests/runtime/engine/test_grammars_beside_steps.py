@@ -11,9 +11,10 @@ import pytest
 
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engine.sampling import grammar as grammar_module
-from megatron_runtime.engine.sampling.grammar import RequestGuide
+from megatron_runtime.engine.sampling.grammar import BYTES_PER_CHARACTER, RequestGuide, compiled_grammars
 from megatron_runtime.engine.worker.loop_requests import LoopRequests
 from megatron_runtime.guides import regex_grammar
+from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.bodies import RequestBody
 from megatron_runtime.wire.codec import unpack_body
@@ -132,7 +133,10 @@ def test_a_broken_grammar_ends_its_request_alone(served: Served, compiler: SlowC
     assert served.results[FREE]["finish_reason"] == "length"
 
 
-def test_a_grammar_is_compiled_once_although_more_wait_than_are_kept(served: Served, compiler: SlowCompiler) -> None:
+def test_a_grammar_is_compiled_once_although_more_wait_than_are_kept(
+    served: Served, compiler: SlowCompiler, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_grammars(byte_tokenizer), "max_bytes", 4 * BYTES_PER_CHARACTER)
     grammars = [regex_grammar(f"[ab]{{{length}}}") for length in range(1, MORE_THAN_ARE_KEPT + 1)]
     for place, grammar in enumerate(grammars):
         served.add(bytes([place]) * 16, grammar=grammar)

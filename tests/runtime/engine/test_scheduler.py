@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
-from engine_support.scheduling import SchedulerLives, run_pass, scheduler_of
+from engine_support.scheduling import SchedulerLives, run_pass, scheduler_of, shares
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
@@ -51,9 +54,9 @@ class RandomLives(SchedulerLives):
         self.use(scheduler)
         self.next_id = 0
 
-    @rule(prompt=st.integers(1, 30), answer=st.integers(1, 30), priority=st.integers(-1, 1))
-    def add(self, prompt: int, answer: int, priority: int) -> None:
-        sequence = sequence_of(self.next_id, prompt, answer, priority)
+    @rule(prompt=st.integers(1, 30), answer=st.integers(1, 30), priority=st.integers(-1, 1), shares=shares())
+    def add(self, prompt: int, answer: int, priority: int, shares: dict[str, Any]) -> None:
+        sequence = replace(sequence_of(self.next_id, prompt, answer, priority), **shares)
         if not self.scheduler.can_ever_fit(sequence):
             return
         if not self.scheduler.limits.chunked_prefill and prompt > self.scheduler.limits.max_tokens:

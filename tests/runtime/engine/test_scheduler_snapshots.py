@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from megatron_runtime.config import PrefixCachingEvictionPolicy
-from megatron_runtime.engine.scheduling.scheduler import Schedule, Scheduler
+from megatron_runtime.engine.scheduling.schedule import Schedule
+from megatron_runtime.engine.scheduling.scheduler import Scheduler
 from megatron_runtime.engine.scheduling.sequence import Sequence, SettledPass
 
 SYSTEM = [9] * 10

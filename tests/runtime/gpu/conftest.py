@@ -49,6 +49,15 @@ def interpreted_on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def quick_interpretation() -> Iterator[None]:
+    """Without what the interpreter does several times, or in vain."""
+    from gpu_support.quick_interpreter import quick_interpreter
+
+    with quick_interpreter():
+        yield
+
+
 @pytest.fixture
 def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exact products of matrices: those of numpy depend on the place of a row, which says nothing of a GPU."""

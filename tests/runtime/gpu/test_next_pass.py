@@ -120,6 +120,21 @@ def test_passes_begin_while_requests_wait_that_have_no_room() -> None:
 
 
 @pytest.mark.usefixtures("device")
+def test_a_request_of_a_large_body_makes_room_although_the_next_pass_has_begun() -> None:
+    engine = captured_engine(max_requests=2)
+    futures = [add(engine, number, 15, body="large", answers=9) for number in range(3)]
+    for _ in range(4):
+        engine.step_modern()
+    assert next_pass(engine).has_begun
+    futures.append(add(engine, 3, 4))
+    for _ in range(2):
+        engine.step_modern()
+        engine.check_integrity()
+    assert engine.scheduler.running_ids == [3, 0]
+    assert finish(engine, futures) == on_cpu({0: 15, 1: 15, 2: 15, 3: 4})
+
+
+@pytest.mark.usefixtures("device")
 def test_a_pass_that_has_no_memory_to_begin_early_begins_later(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = captured_engine()
     futures = [add(engine, number, 6) for number in range(2)]

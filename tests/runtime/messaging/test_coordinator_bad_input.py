@@ -16,6 +16,7 @@ from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire import codec
 from megatron_runtime.wire.bodies import RequestBody
 from megatron_runtime.wire.items import EngineLoad, Finished, Progress, Submission
+from megatron_runtime.wire.protocol_version import OWN
 
 PARAMS = SamplingParams(num_tokens_to_generate=20, seed=5)
 KEY = "k" * 40
@@ -57,7 +58,7 @@ async def test_an_invalid_broadcast_reaches_no_engine(fleet: Fleet, call_id: obj
     client = await fleet.connect()
     await fleet.ready(client, 1)
     with unknown_peer(fleet.address) as careless:
-        careless.send_multipart(codec.encode(Headers.CONNECT, 1))
+        careless.send_multipart(codec.encode(Headers.CONNECT, OWN, 1))
         receive(careless, Headers.CONNECT_ACK)
         careless.send_multipart(codec.encode(Headers.SET_GENERATION_EPOCH, call_id, timeout, 7))
         dropped = 0
@@ -76,7 +77,7 @@ async def test_an_engine_can_not_answer_a_request_of_another_engine(fleet: Fleet
     future = client.add_request("mine", PARAMS, request_uuid=name)
     with unknown_peer(fleet.address) as liar:
         load = EngineLoad()
-        liar.send_multipart(codec.encode(Headers.REGISTER, 5, 0, "liar", "RUNNING", True, [], load, ""))
+        liar.send_multipart(codec.encode(Headers.REGISTER, OWN, 5, 0, "liar", "RUNNING", True, [], load, ""))
         liar.send_multipart(codec.encode(Headers.ENGINE_REPLY_PARTIAL, [Progress(name, 1, 0, 1)], bodies=[b"x"]))
         liar.send_multipart(codec.encode(Headers.ENGINE_REPLY, [Finished(name, 1)], bodies=[b"x"]))
         assert (await future).generated_tokens == expected_tokens("mine", PARAMS)
@@ -85,7 +86,7 @@ async def test_an_engine_can_not_answer_a_request_of_another_engine(fleet: Fleet
 async def test_an_undecodable_reply_fails_only_its_request(fleet: Fleet) -> None:
     client = await fleet.connect()
     with unknown_peer(fleet.address) as engine:
-        engine.send_multipart(codec.encode(Headers.REGISTER, 0, 0, "x", "RUNNING", False, [], EngineLoad(), ""))
+        engine.send_multipart(codec.encode(Headers.REGISTER, OWN, 0, 0, "x", "RUNNING", False, [], EngineLoad(), ""))
         name = b"n" * 16
         future = client.add_request("hello", PARAMS, request_uuid=name)
         await until(lambda: fleet.coordinator and fleet.coordinator.request_id_to_client_id, "the submission")
@@ -98,7 +99,7 @@ async def test_undecodable_stored_tokens_fail_their_request_when_the_engine_is_l
     client = await fleet.connect()
     name = b"n" * 16
     with unknown_peer(fleet.address) as engine:
-        engine.send_multipart(codec.encode(Headers.REGISTER, 0, 0, "x", "RUNNING", False, [], EngineLoad(), ""))
+        engine.send_multipart(codec.encode(Headers.REGISTER, OWN, 0, 0, "x", "RUNNING", False, [], EngineLoad(), ""))
         await fleet.ready(client, 1)
         future = client.add_request("hello", PARAMS, request_uuid=name)
         await until(lambda: fleet.coordinator and fleet.coordinator.request_id_to_client_id, "the submission")
@@ -114,7 +115,7 @@ async def test_undecodable_stored_tokens_fail_their_request_when_the_engine_is_l
 async def test_a_submission_with_an_undecodable_body_ends_as_failed(fleet: Fleet) -> None:
     fleet.add_engine()
     with unknown_peer(fleet.address) as client:
-        client.send_multipart(codec.encode(Headers.CONNECT, 1))
+        client.send_multipart(codec.encode(Headers.CONNECT, OWN, 1))
         submission = Submission(b"n" * 16, False, 0, [])
         client.send_multipart(codec.encode(Headers.SUBMIT_REQUEST, [submission], bodies=[b"\xc1"]))
         replies = await asyncio.to_thread(lambda: receive(client, Headers.ENGINE_REPLY))
@@ -139,7 +140,7 @@ async def test_a_request_that_can_not_be_hashed_does_not_affect_others() -> None
         fleet.start_coordinator()
         fleet.add_engine()
         with unknown_peer(fleet.address) as client:
-            client.send_multipart(codec.encode(Headers.CONNECT, 1))
+            client.send_multipart(codec.encode(Headers.CONNECT, OWN, 1))
             names = [b"a" * 16, b"b" * 16]
             bodies = [b"\xc1", RequestBody("hello", PARAMS.serialize()).pack()]
             submissions = [Submission(name, False, 0, []) for name in names]
@@ -161,7 +162,7 @@ async def test_only_peers_with_the_right_key_can_connect() -> None:
         for wrong in ("w" * 40, None):
             dropped = (await client.service_state()).dropped_messages
             with unknown_peer(fleet.address, wrong) as unknown:
-                unknown.send_multipart(codec.encode(Headers.CONNECT, 1))
+                unknown.send_multipart(codec.encode(Headers.CONNECT, OWN, 1))
                 assert not unknown.poll(300)
             assert (await client.service_state()).dropped_messages > dropped
         fleet.key = "w" * 40

@@ -27,6 +27,7 @@ from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire import codec
 from megatron_runtime.wire.items import Assignment, EngineLoad, Finished, Submission, items
 from megatron_runtime.wire.protocol_errors import QUIET_SECONDS
+from megatron_runtime.wire.protocol_version import OWN
 
 KEY = "k" * 40
 MESSAGES = repeated(5_000, 100_000)
@@ -77,13 +78,13 @@ def bombard(
 ) -> int:
     """Send messages as an unknown peer, as a client and as an engine, then malformed ones; returns their number."""
     sent = 0
-    registration = codec.encode(Headers.REGISTER, 7, 0, "x", "RUNNING", True, [], EngineLoad(), "")
+    registration = codec.encode(Headers.REGISTER, OWN, 7, 0, "x", "RUNNING", True, [], EngineLoad(), "")
     with (
         unknown_peer(address, key) as unknown,
         unknown_peer(address, key) as client,
         unknown_peer(address, key) as engine,
     ):
-        client.send_multipart(codec.encode(Headers.CONNECT, 1))
+        client.send_multipart(codec.encode(Headers.CONNECT, OWN, 1))
         receive(client, Headers.CONNECT_ACK)
         engine.send_multipart(registration)
         receive(engine, Headers.REGISTER_ACK)
@@ -98,7 +99,7 @@ def bombard(
             sent += len(some)
             # A peer that is lost may register or connect as another one. Waiting for an answer keeps the queue short:
             # its memory is not what is measured.
-            client.send_multipart(codec.encode(Headers.CONNECT, 1))
+            client.send_multipart(codec.encode(Headers.CONNECT, OWN, 1))
             receive(client, Headers.CONNECT_ACK)
             engine.send_multipart(codec.encode(Headers.HEARTBEAT, "RUNNING", EngineLoad()))
             assert is_alive(pid)
@@ -110,7 +111,7 @@ def bombard(
                 sent += 1
         # Messages are answered in order, so all earlier ones have arrived.
         for peer in (unknown, client):
-            peer.send_multipart(codec.encode(Headers.CONNECT, 1))
+            peer.send_multipart(codec.encode(Headers.CONNECT, OWN, 1))
             receive(peer, Headers.CONNECT_ACK)
         engine.send_multipart(registration)
         receive(engine, Headers.REGISTER_ACK)
@@ -178,8 +179,8 @@ def bombard_peers(false: FalseCoordinator) -> tuple[bytes, bytes, int]:
         sent += len(messages)
 
     send()
-    false.send_message(client, Headers.CONNECT_ACK, "epoch", 0, *hello.args)
-    false.send_message(engine, Headers.REGISTER_ACK, "epoch")
+    false.send_message(client, Headers.CONNECT_ACK, OWN, "epoch", 0, *hello.args[1:])
+    false.send_message(engine, Headers.REGISTER_ACK, OWN, "epoch")
     return client, engine, sent
 
 

@@ -18,6 +18,7 @@ from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire import codec
 from megatron_runtime.wire.items import RequestFailure, Submission, items
+from megatron_runtime.wire.protocol_version import OWN
 
 LONG = SamplingParams(num_tokens_to_generate=200, seed=5)
 
@@ -226,7 +227,7 @@ async def test_a_client_that_connects_twice_submits_its_requests_once() -> None:
         false.send_message(peer, Headers.UNKNOWN_PEER, "epoch")  # as if a message had arrived before the first CONNECT
         _, second = await asyncio.to_thread(false.receive, Headers.CONNECT)
         for hello in (first, second):
-            false.send_message(peer, Headers.CONNECT_ACK, "epoch", 0, *hello.args)
+            false.send_message(peer, Headers.CONNECT_ACK, OWN, "epoch", 0, *hello.args[1:])
         await welcome
         _, message = await asyncio.to_thread(false.receive, Headers.SUBMIT_REQUEST)
         (submission,) = items(message, Submission.parse)

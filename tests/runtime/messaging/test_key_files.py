@@ -21,6 +21,7 @@ from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire import codec
 from megatron_runtime.wire.key_files import find_key, forget_key, publish_key, remember_key
+from megatron_runtime.wire.protocol_version import OWN
 from megatron_runtime.wire.security import KEY_VARIABLE
 
 ADDRESS = "tcp://127.0.0.1:5557"
@@ -69,7 +70,7 @@ async def test_clients_of_the_same_user_need_only_the_address(attached: Attached
     client = InferenceClient(attached.address)
     assert await answer(client) == 4
     client.stop()
-    hello = codec.encode(Headers.CONNECT, 1)
+    hello = codec.encode(Headers.CONNECT, OWN, 1)
     with unknown_peer(attached.address, attached.key) as peer:
         peer.send_multipart(hello)
         await asyncio.to_thread(receive, peer, Headers.CONNECT_ACK)

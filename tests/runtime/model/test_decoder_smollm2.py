@@ -147,7 +147,7 @@ def test_twenty_prompts_in_a_batch_have_the_tokens_of_transformers(
 def test_a_single_prompt_has_the_tokens_of_transformers(
     decoder: Decoder, prompt_ids: dict[str, list[int]], reference_model: LlamaForCausalLM, paged_requests: Any
 ) -> None:
-    for prompt, tokens in list(prompt_ids.items())[:5]:
+    for prompt, tokens in list(prompt_ids.items())[:2]:
         made = paged_requests(decoder).continue_greedily({prompt: tokens}, CONTINUATION)
         assert_most_likely(reference_model, tokens, made[prompt])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ QWEN: dict[str, Any] = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 24,
 }
+QWEN_3_5 = QWEN | {"linear_value_head_dim": 32}
 NEMOTRON: dict[str, Any] = {
     "layers_block_type": ["mamba", "mlp", "attention", "mamba", "mlp"],
     "head_dim": 24,
@@ -59,6 +61,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": [*["linear_attention"] * 2, "full_attention"], "num_hidden_layers": 3}
         | {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 2, "attention_bias": True, "linear_key_head_dim": 16},
     ),
+    "qwen3.5": ("Qwen3_5", QWEN_3_5),
+    "qwen3.5 of other sizes": (
+        "Qwen3_5",
+        QWEN | {"linear_num_key_heads": 4, "linear_num_value_heads": 12, "linear_conv_kernel_dim": 2},
+    ),
+    "qwen3.5 with one value head per key head": ("Qwen3_5", QWEN_3_5 | {"linear_num_key_heads": 4}),
+    "qwen3.5 with experts": ("Qwen3_5Moe", QWEN_3_5 | {"linear_num_value_heads": 6}),
     "nemotron-h": ("NemotronH", NEMOTRON),
     "nemotron-h of other sizes": (
         "NemotronH",
@@ -105,6 +114,12 @@ def test_files_of_the_first_converter_have_the_inputs_in_one_tensor(tmp_path: Pa
     assert_same_model(load_model(write_hybrid_gguf(tmp_path / "m.gguf", model, legacy=True), dtype="float32"), model)
 
 
+def test_experts_may_have_gates_and_values_in_one_tensor(tmp_path: Path, model_of_blocks: Any) -> None:
+    family, changes = MODELS["qwen3.5 with experts"]
+    model = model_of_blocks(family, **changes)
+    assert_same_model(load_model(write_hybrid_gguf(tmp_path / "m.gguf", model, fused=True), dtype="float32"), model)
+
+
 def test_recurrent_layers_can_be_listed(tmp_path: Path, model_of_blocks: Any) -> None:
     kinds = ["full_attention", "linear_attention", "linear_attention"]
     model = model_of_blocks("Qwen3Next", **(QWEN | {"layer_types": kinds, "num_hidden_layers": 3}))
@@ -128,7 +143,7 @@ def further(writer: GGUFWriter) -> None:
     writer.add_nextn_predict_layers(1)
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", "nemotron-h with experts"])
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5", "nemotron-h with experts"])
 def test_layers_that_predict_further_tokens_are_ignored(name: str, tmp_path: Path, model_of_blocks: Any) -> None:
     family, changes = MODELS[name]
     model = model_of_blocks(family, **changes)
@@ -150,7 +165,11 @@ def round_weights(model: Any, kind: GGMLQuantizationType) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize(
     ("name", "changes", "place"),
-    [("qwen3-next", {}, "attention"), ("nemotron-h with experts", {"head_dim": 16}, "mixer")],
+    [
+        ("qwen3-next", {}, "attention"),
+        ("qwen3.5", {}, "attention"),
+        ("nemotron-h with experts", {"head_dim": 16}, "mixer"),
+    ],
 )
 def test_quantized_matrices_are_expanded_or_kept(
     name: str, changes: dict[str, Any], place: str, tmp_path: Path, model_of_blocks: Any
@@ -166,9 +185,10 @@ def test_quantized_matrices_are_expanded_or_kept(
     assert found.keys() == expected.keys()
     assert all(torch.equal(weights, expected[tensor]) for tensor, weights in found.items())
     assert kept.config.recurrent is not None
-    hidden = torch.randn(7, 64, generator=torch.Generator().manual_seed(0))
-    for layer in kept.config.recurrent.layers:
-        modules = [getattr(each.layers[layer], place).inputs for each in (kept, expanded)]
+    sizes = {"inputs": 64, "output": kept.config.recurrent.values}
+    for layer, part in itertools.product(kept.config.recurrent.layers, sizes):
+        hidden = torch.randn(7, sizes[part], generator=torch.Generator().manual_seed(0))
+        modules = [getattr(getattr(each.layers[layer], place), part) for each in (kept, expanded)]
         assert isinstance(modules[0], QuantizedLinear)
         made, exact = (module(hidden) for module in modules)
         assert not torch.equal(made, exact)
@@ -199,6 +219,7 @@ def test_inputs_in_two_types_are_expanded(tmp_path: Path, model_of_blocks: Any) 
         ("qwen3-next", {"ssm.group_count": None}, "qwen3next.ssm.group_count is missing. Convert the model again"),
         ("qwen3-next", {"attention.recurrent_layers": [True]}, "recurrent_layers is a list of 1, expected one for 4"),
         ("qwen3-next", {"full_attention_interval": 1}, "0 of 4 layers are recurrent, expected 1 to 3"),
+        ("qwen3.5 with experts", {"expert_feed_forward_length": None}, "moe.expert_feed_forward_length is missing"),
         ("qwen3-next", {"nextn_predict_layers": 4}, "nextn_predict_layers is 4, expected fewer than the 4 layers"),
         (
             "nemotron-h",
@@ -245,6 +266,7 @@ def test_metadata_that_can_not_be_served_is_named(
     [
         ("qwen3-next", "attn_gate.weight", {}, "layers.0.linear_attn.in_proj_qkvz.weight, .* missing"),
         ("qwen3-next", "ssm_a", {}, "tensors: model.layers.0.linear_attn.A_log, .* missing"),
+        ("qwen3.5", "ssm_beta.weight", {}, "layers.0.linear_attn.in_proj_b.weight, .* missing"),
         ("nemotron-h", "ssm_norm.weight", {}, "backbone.layers.0.mixer.norm.weight, .* missing"),
         ("nemotron-h", "-", {"blk.1.ffn_gate.weight": (96, 64)}, "tensor blk.1.ffn_gate.weight found"),
         (
@@ -286,7 +308,25 @@ def test_parts_of_joined_inputs_are_read(kind: GGMLQuantizationType, tmp_path: P
             assert (codes.scales == expected.scales[first:last]).all()
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", "nemotron-h with experts"])
+@pytest.mark.parametrize("kind", [Q8_0, GGMLQuantizationType.Q4_1])
+def test_parts_of_reordered_columns_are_read(kind: GGMLQuantizationType, tmp_path: Path, model_of_blocks: Any) -> None:
+    model = model_of_blocks("Qwen3_5", **QWEN_3_5)
+    round_weights(model, kind)
+    source = inspect_checkpoint(write_hybrid_gguf(tmp_path / "model.gguf", model, kind=kind)).source
+    assert isinstance(source, CodedSource)
+    name = "model.layers.2.linear_attn.out_proj.weight"
+    part = torch.empty(40, 64)
+    assert sum(source.read(name, part, (3, 32))) == part.numel()
+    assert torch.equal(part, model.state_dict()[name][3:43, 32:96])
+    (codes,) = source.read_coded(name, range(3, 43), slice(32, 96))
+    (expected,) = source.read_coded(name, range(64), slice(0, 128))
+    assert (codes.codes == expected.codes[3:43, 1:3]).all()
+    assert (codes.scales == expected.scales[3:43, 1:3]).all()
+    assert (codes.mins is None) == (expected.mins is None) == (kind is Q8_0)
+    assert codes.mins is None or expected.mins is None or (codes.mins == expected.mins[3:43, 1:3]).all()
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5 with experts", "nemotron-h with experts"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_has_its_part_of_the_converted_model(name: str, rank: int, tmp_path: Path, model_of_blocks: Any) -> None:
     family, changes = MODELS[name]

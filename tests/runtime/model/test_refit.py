@@ -164,6 +164,18 @@ def test_files_that_changed_meanwhile_are_not_taken_for_the_old_ones(checkpoints
     assert_same(model, tensors(load_model(checkpoints[1], dtype="float32")))
 
 
+def test_other_files_in_the_folder_may_change(checkpoints: tuple[Path, Path]) -> None:
+    log = checkpoints[0] / "server.log"
+    log.write_text("before\n")
+    model = load_model(checkpoints[0], dtype="float32")
+    before = tensors(model)
+    offload_weights(model)
+    log.write_text("before and after\n")
+    (checkpoints[0] / "notes.txt").touch()
+    restore_weights(model, CPU)
+    assert_same(model, before)
+
+
 def test_weights_that_are_in_no_file_stay(checkpoints: tuple[Path, Path]) -> None:
     model, other = (load_model(path, dtype="float32") for path in checkpoints)
     update_weights(model, tensors(other))

@@ -78,6 +78,20 @@ def test_each_kind_cuts_the_mixed_text_as_transformers_does(pre: str, tmp_path: 
         assert ours.tokenize(line) == theirs(text, add_special_tokens=False)["input_ids"], repr(line)
 
 
+def test_the_kind_of_qwen_3_5_cuts_words_with_marks_as_transformers_does(tmp_path: Path) -> None:
+    tokens, merges = train_bytes()
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    theirs = transformers.Qwen3_5Tokenizer(vocab=vocabulary, merges=[tuple(each.split(" ")) for each in merges])
+    ours = load_tokenizer(write(tmp_path / "model.gguf", ends, "qwen35"))
+    marked = "(हिन्दी) is\u0301n't हिन्दी\u0323!?"
+    for line in (*MIXED.split("\n"), marked):
+        assert ours.tokenize(line) == theirs(line, add_special_tokens=False)["input_ids"], repr(line)
+    backends = [byte_level_bpe(tokens, merges, PRE_TOKENIZERS[pre]) for pre in ("qwen35", "qwen2")]
+    pieces = [backend.pre_tokenizer.pre_tokenize_str(marked) for backend in backends]
+    assert pieces[0] == theirs.backend_tokenizer.pre_tokenizer.pre_tokenize_str(marked)
+    assert pieces[0] != pieces[1]
+
+
 @pytest.mark.parametrize(
     ("pre", "pieces"),
     [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch import Tensor
 
 SMALL = re.compile(r"\.(A_log|D|dt_bias)$|norm|conv1d|\.gate\.|shared_expert_gate")
 """Tensors that stay in float32."""
+ARCHITECTURES = {"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
+"""Of GGUF by those of transformers, of the Qwen family."""
 
 
 def split_inputs(matrix: Tensor, config: Any) -> tuple[Tensor, Tensor]:
@@ -32,12 +34,34 @@ def _permuted(rows: Tensor, heads: int) -> Tensor:
     return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def _qwen3_next(model: Any, *, legacy: bool) -> Iterator[tuple[str, Tensor]]:
+def _tiled(heads: Tensor, config: Any) -> Tensor:
+    """Rows of value heads, ordered by key heads, as the first heads of all key heads, then their second ones."""
+    shape = (config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads, -1)
+    return heads.reshape(*shape, *heads.shape[1:]).transpose(0, 1).reshape(heads.shape)
+
+
+def _qwen3_5(model: Any) -> Iterator[tuple[str, Tensor]]:
+    config = model.config
+    keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
     for name, tensor in model.state_dict().items():
+        part = name.partition("linear_attn.")[2]
+        if part in ("in_proj_qkv.weight", "conv1d.weight"):
+            yield name, torch.cat([tensor[:keys], _tiled(tensor[keys:], config)])
+        elif part in ("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias"):
+            yield name, _tiled(tensor, config)
+        elif part == "out_proj.weight":
+            yield name, _tiled(tensor.mT, config).mT
+        else:
+            yield name, tensor
+
+
+def _qwen3_next(
+    model: Any, tensors: Iterable[tuple[str, Tensor]], *, legacy: bool, fused: bool
+) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
         if (match := re.fullmatch(r"(.+\.experts\.)(gate_up|down)_proj", name)) is not None:
-            parts = (
-                [("down", tensor)] if match[2] == "down" else list(zip(("gate", "up"), tensor.chunk(2, 1), strict=True))
-            )
+            halves = zip(("gate", "up"), tensor.chunk(2, 1), strict=True)
+            parts = list(halves) if match[2] == "gate_up" and not fused else [(match[2], tensor)]
             yield from ((f"{match[1]}{part}_proj.weight", each) for part, each in parts)
         elif name.endswith("in_proj_qkvz.weight") and not legacy:
             layer = name.split(".")[2]
@@ -80,9 +104,19 @@ def _nemotron_h(model: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def _add_qwen3_next(writer: GGUFWriter, config: Any) -> None:
+def _tensors(model: Any, architecture: str, *, legacy: bool, fused: bool) -> Iterator[tuple[str, Tensor]]:
+    if architecture.startswith("nemotron"):
+        return _nemotron_h(model)
+    tensors = model.state_dict().items() if architecture == "qwen3next" else _qwen3_5(model)
+    return _qwen3_next(model, tensors, legacy=legacy, fused=fused)
+
+
+def _add_qwen(writer: GGUFWriter, config: Any) -> None:
     rope = config.rope_parameters
-    writer.add_feed_forward_length(config.intermediate_size)
+    if (size := getattr(config, "intermediate_size", None)) is not None:
+        writer.add_feed_forward_length(size)
+    if config.model_type.startswith("qwen3_5"):
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -93,10 +127,11 @@ def _add_qwen3_next(writer: GGUFWriter, config: Any) -> None:
     writer.add_ssm_group_count(config.linear_num_key_heads)
     writer.add_ssm_time_step_rank(config.linear_num_value_heads)
     writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
-    writer.add_expert_count(config.num_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if config.model_type != "qwen3_5_text":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
 def _add_nemotron_h(writer: GGUFWriter, config: Any, *, has_experts: bool) -> None:
@@ -133,8 +168,8 @@ def _add_settings(writer: GGUFWriter, config: Any, architecture: str) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    if architecture == "qwen3next":
-        _add_qwen3_next(writer, config)
+    if architecture.startswith("qwen"):
+        _add_qwen(writer, config)
     else:
         _add_nemotron_h(writer, config, has_experts=architecture.endswith("_moe"))
 
@@ -146,6 +181,7 @@ def write_hybrid_gguf(
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     other_kinds: Mapping[str, GGMLQuantizationType] | None = None,
     legacy: bool = False,
+    fused: bool = False,
     metadata: Callable[[GGUFWriter], None] = lambda _: None,
     leave_out: str = "nothing",
     extra: Mapping[str, tuple[int, ...]] | None = None,
@@ -155,19 +191,20 @@ def write_hybrid_gguf(
     Args:
         other_kinds: Those of matrices whose names end so.
         legacy: With the inputs of a gated delta layer in one tensor, as the first version of the converter wrote them.
+        fused: With the gates and values of experts in one tensor, as by ``--fuse-gate-up-exps``.
         metadata: Changes the metadata before it is written.
         leave_out: The end of the names of tensors that are not written.
         extra: The shapes of further tensors by name.
     """
     config = model.config
-    has_experts = "moe" in getattr(config, "layers_block_type", [])
-    architecture = "qwen3next" if config.model_type == "qwen3_next" else "nemotron_h" + "_moe" * has_experts
+    architecture = ARCHITECTURES.get(config.model_type, "nemotron_h")
+    if "moe" in getattr(config, "layers_block_type", []):
+        architecture += "_moe"
     writer = GGUFWriter(path, architecture)
     _add_settings(writer, config, architecture)
     metadata(writer)
     names = get_tensor_name_map(MODEL_ARCH_BY_NAME[architecture], config.num_hidden_layers)
-    tensors = _qwen3_next(model, legacy=legacy) if architecture == "qwen3next" else _nemotron_h(model)
-    for name, tensor in tensors:
+    for name, tensor in _tensors(model, architecture, legacy=legacy, fused=fused):
         stored = name if name.startswith("blk.") else names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         if stored.endswith(leave_out):

@@ -34,16 +34,23 @@ BLOCK, MAX_REQUESTS = 4, 4
 STEM = list(range(40, 61))
 PROMPTS: list[Any] = [[*STEM, 1], [*STEM, 2, 3], "as text", [7] * 11, [9], [8, 8], [5]]
 PARAMS = [
-    SamplingParams(temperature=0, num_tokens_to_generate=40, return_log_probs=True, top_n_logprobs=2),
-    SamplingParams(seed=5, temperature=1.5, top_p=0.9, num_tokens_to_generate=40),
-    SamplingParams(temperature=0, num_tokens_to_generate=30, repetition_penalty=1.4, skip_prompt_log_probs=True),
+    SamplingParams(temperature=0, num_tokens_to_generate=40, return_log_probs=True, top_n_logprobs=2, tenant="other"),
+    SamplingParams(seed=5, temperature=1.5, top_p=0.9, num_tokens_to_generate=40, body="large", answers=9),
+    SamplingParams(
+        temperature=0,
+        num_tokens_to_generate=30,
+        repetition_penalty=1.4,
+        skip_prompt_log_probs=True,
+        body="large",
+        answers=9,
+    ),
     SamplingParams(seed=6, min_p=0.01, num_tokens_to_generate=20, return_log_probs=True, skip_prompt_log_probs=False),
     SamplingParams(temperature=0, num_tokens_to_generate=40, stop_token_ids=[3]),
     SamplingParams(seed=7, grammar=regex_grammar("[ab]{20}")),
     SamplingParams(temperature=0, grammar=lark_grammar('start: "a" start')),
 ]
 """Requests with all features in which ranks could differ: text, sampling, log probabilities, penalties, stop strings, a
-grammar, and a grammar without an end, which fails after a token."""
+grammar, and a grammar without an end, which fails after a token. Some of the first are evicted for the later ones."""
 LATER = range(3, len(PROMPTS))
 """The requests that are added after some steps."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -13,6 +14,8 @@ pytestmark = pytest.mark.model
 
 ASKED: list[Any] = [{"role": "user", "content": "What is the weather in Paris, in celsius?"}]
 NOW = {"type": "function", "function": {"name": "now"}}
+CUTTING_LIMITS = (1, 2, *range(8, 60, 7))
+"""Limits of tokens that end a call of GetWeather in each of its parts."""
 TWO_CALLS = (
     '<tool_call>\\n{\\"name\\": \\"GetWeather\\", \\"arguments\\": {\\"city\\": \\"Köln\\"}}\\n</tool_call>\\n'
     '<tool_call>{\\"name\\": \\"now\\"}</tool_call>'
@@ -82,8 +85,9 @@ def test_a_required_call_always_parses(shared_pod: Any, temperature: float) -> N
 
 def test_a_streamed_call_has_its_name_first_and_then_its_arguments(shared_pod: Any) -> None:
     asked = {"tool_choice": "required", "parallel_tool_calls": False}
-    whole = ask(shared_pod, **asked).choices[0]
-    chunks = list(ask(shared_pod, **asked, stream=True, logprobs=True))
+    whole, chunks = shared_pod.together(
+        lambda: ask(shared_pod, **asked).choices[0], lambda: list(ask(shared_pod, **asked, stream=True, logprobs=True))
+    )
     (call,) = streamed_calls(chunks)
     assert [(call["name"], json.loads(call["arguments"]))] == calls_of(whole.message)
     assert sum(bool(choice.delta.tool_calls) for chunk in chunks for choice in chunk.choices) > 3
@@ -148,8 +152,9 @@ def test_an_answer_is_structured_output_or_a_call_of_a_strict_tool(shared_pod: A
         metres: int = Field(ge=0, le=999)
 
     asked = {"model": "chat", "messages": ASKED, "tools": [WEATHER], "max_tokens": 120}
-    for seed in range(3):
-        (choice,) = shared_pod.openai.chat.completions.parse(**asked, seed=seed, response_format=Lighthouse).choices
+    parse = partial(shared_pod.openai.chat.completions.parse, **asked, response_format=Lighthouse)
+    for answer in shared_pod.together(*(partial(parse, seed=seed) for seed in range(3))):
+        (choice,) = answer.choices
         calls = [call.function.parsed_arguments for call in choice.message.tool_calls or []]
         assert isinstance(choice.message.parsed, Lighthouse) or any(isinstance(call, GetWeather) for call in calls)
 
@@ -162,15 +167,21 @@ def test_a_response_format_beside_a_required_call_is_accepted(shared_pod: Any) -
     assert (name, choice.message.content, choice.finish_reason) == ("GetWeather", None, "tool_calls")
 
 
-@pytest.mark.parametrize("tokens", [1, 2, *range(8, 60, 7)])
-def test_a_required_call_that_the_token_limit_cuts_off_leaves_no_markup(shared_pod: Any, tokens: int) -> None:
-    fields = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": tokens}
-    (choice,) = ask(shared_pod, **fields).choices
-    assert choice.finish_reason == "length"
-    assert not choice.message.content
-    pieces = [piece for chunk in ask(shared_pod, **fields, stream=True) for piece in chunk.choices]
-    assert pieces[-1].finish_reason == "length"
-    assert not any(piece.delta.content for piece in pieces)
+def test_a_required_call_that_the_token_limit_cuts_off_leaves_no_markup(shared_pod: Any) -> None:
+    fields = {"tools": [WEATHER], "tool_choice": "required"}
+
+    def whole(tokens: int) -> Any:
+        return ask(shared_pod, **fields, max_tokens=tokens).choices[0]
+
+    def streamed(tokens: int) -> Any:
+        chunks = ask(shared_pod, **fields, max_tokens=tokens, stream=True)
+        return [piece for chunk in chunks for piece in chunk.choices]
+
+    answers = shared_pod.together(*(partial(form, limit) for limit in CUTTING_LIMITS for form in (whole, streamed)))
+    for tokens, choice, pieces in zip(CUTTING_LIMITS, answers[::2], answers[1::2], strict=True):
+        assert (tokens, choice.finish_reason, pieces[-1].finish_reason) == (tokens, "length", "length")
+        assert not choice.message.content, tokens
+        assert not any(piece.delta.content for piece in pieces), tokens
 
 
 def test_responses_and_messages_of_a_call_that_is_cut_off_have_no_markup(shared_pod: Any) -> None:

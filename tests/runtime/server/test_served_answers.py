@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,9 @@ def test_the_usage_says_how_much_of_a_prompt_was_cached(shared_pod: Any) -> None
 
 def test_a_stream_has_the_same_text_as_a_complete_answer(shared_pod: Any) -> None:
     asked: dict[str, Any] = {"model": "chat", "messages": STORY, "temperature": 0.7, "seed": 11, "max_tokens": 40}
-    whole = shared_pod.openai.chat.completions.create(**asked)
-    chunks = list(
-        shared_pod.openai.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    create = shared_pod.openai.chat.completions.create
+    whole, chunks = shared_pod.together(
+        lambda: create(**asked), lambda: list(create(**asked, stream=True, stream_options={"include_usage": True}))
     )
     text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
     assert text == whole.choices[0].message.content
@@ -95,27 +96,34 @@ def test_a_stop_string_ends_the_answer_before_it(shared_pod: Any) -> None:
 
 
 def test_biases_penalties_and_a_minimum_length_change_the_answer(shared_pod: Any) -> None:
-    def ask(messages: list[Any], **fields: Any) -> Any:
+    def asking(messages: list[Any], **fields: Any) -> Any:
         asked: dict[str, Any] = {"model": "chat", "messages": messages, "temperature": 0, "max_tokens": 30}
-        return shared_pod.openai.chat.completions.create(**asked, extra_body=fields)
+        return partial(shared_pod.openai.chat.completions.create, **asked, extra_body=fields)
 
     hello = "19556"
-    assert ask(FRANCE, logit_bias={hello: 100}).choices[0].message.content == "Hello" * 30
-    plain = ask(STORY).choices[0].message.content
-    for penalty in ({"frequency_penalty": 2}, {"presence_penalty": 2}, {"repetition_penalty": 1.5}):
-        assert ask(STORY, **penalty).choices[0].message.content != plain
-    short, longer = ask(FRANCE), ask(FRANCE, min_tokens=25)
+    penalties = ({"frequency_penalty": 2}, {"presence_penalty": 2}, {"repetition_penalty": 1.5})
+    biased, short, longer, *stories = shared_pod.together(
+        asking(FRANCE, logit_bias={hello: 100}),
+        asking(FRANCE),
+        asking(FRANCE, min_tokens=25),
+        asking(STORY),
+        *(asking(STORY, **penalty) for penalty in penalties),
+    )
+    assert biased.choices[0].message.content == "Hello" * 30
+    plain, *changed = (story.choices[0].message.content for story in stories)
+    assert plain not in changed
     assert short.usage.completion_tokens < 25 <= longer.usage.completion_tokens
     assert longer.choices[0].message.content.startswith(short.choices[0].message.content)
 
 
 def test_top_n_sigma_near_zero_is_greedy_at_any_temperature(shared_pod: Any) -> None:
-    def ask(temperature: float, **fields: Any) -> str:
+    def asking(temperature: float, **fields: Any) -> Any:
         asked = {"model": "chat", "prompt": "Once upon a time", "max_tokens": 20, "seed": 1}
-        answer = shared_pod.openai.completions.create(**asked, temperature=temperature, extra_body=fields)
-        return str(answer.choices[0].text)
+        return partial(shared_pod.openai.completions.create, **asked, temperature=temperature, extra_body=fields)
 
-    assert ask(2, top_n_sigma=1e-6) == ask(0) != ask(2)
+    answers = shared_pod.together(asking(2, top_n_sigma=1e-6), asking(0), asking(2))
+    narrow, greedy, random = (answer.choices[0].text for answer in answers)
+    assert narrow == greedy != random
 
 
 def test_the_models_are_listed(shared_pod: Any) -> None:

@@ -53,8 +53,15 @@ class BlockAllocator:
 
     def can_allocate(self, count: int, *, besides: Iterable[int] = ()) -> bool:
         """True if this number of blocks is free, not counting those in ``besides``, which may be evictable or owned."""
-        evictable = 0 if self.prefixes is None else sum(self.prefixes.is_evictable(block) for block in besides)
-        return count <= self.num_free - evictable
+        return count <= self.num_free_besides(besides)
+
+    def num_free_besides(self, blocks: Iterable[int]) -> int:
+        """Number of blocks without an owner, not counting these, which may be evictable or owned."""
+        return self.num_free - (0 if self.prefixes is None else sum(map(self.prefixes.is_evictable, blocks)))
+
+    def num_owners_of(self, block: int) -> int:
+        """Number of owners of one block."""
+        return self._owners[block]
 
     def allocate(self, count: int) -> list[int]:
         """Allocate free blocks; can_allocate has to be true. Evictable ones are used last, and lose their contents."""

@@ -12,7 +12,7 @@ _ORDER = attrgetter("order")
 
 
 class OrderedSequences:
-    """A set of sequences, the most urgent first: by priority, then by arrival.
+    """A set of sequences, the most urgent first: by priority, then by tag, then by arrival.
 
     A new sequence is mostly the least urgent one, and is appended at no cost.
     """

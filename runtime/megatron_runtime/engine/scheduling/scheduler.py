@@ -3,62 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Slices
-from dataclasses import dataclass
 
 from megatron_runtime.engine.scheduling.block_allocator import BlockAllocator
 from megatron_runtime.engine.scheduling.mask_budget import held_back
-from megatron_runtime.engine.scheduling.ordered_sequences import OrderedSequences
-from megatron_runtime.engine.scheduling.prompt_lookup import PromptLookup
+from megatron_runtime.engine.scheduling.preemption import to_preempt
+from megatron_runtime.engine.scheduling.running_sequences import RunningSequences
+from megatron_runtime.engine.scheduling.schedule import Schedule, SchedulerLimits
 from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice, SettledPass, check_sharing
-
-
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """Limits of one forward pass."""
-
-    max_requests: int
-    max_tokens: int
-    block_size_tokens: int
-    chunked_prefill: bool
-    paused_blocks: int = 0
-    """Most blocks of sequences that wait for further ones."""
-    passes_in_flight: int = 1
-    """Most passes in flight; each one computes its share of the sequences."""
-    mask_milliseconds: int = 5
-    """Time for the slow masks of grammars, see `held_back`."""
-
-    def __post_init__(self) -> None:
-        assert self.max_tokens >= self.max_requests, "every running sequence needs at least one token per pass"
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """One forward pass, and the changes that it needed."""
-
-    slices: list[SequenceSlice]
-    """The slices to compute; the most urgent sequence first."""
-    admitted: list[Sequence]
-    """Sequences that left the queue."""
-    evicted: list[Sequence]
-    """Sequences that lost their blocks and returned to the queue; the least urgent first."""
-    paused: list[Sequence]
-    """Sequences that start to wait for a block and keep theirs; the most urgent first."""
-
+from megatron_runtime.engine.scheduling.speculation import with_drafts
+from megatron_runtime.engine.scheduling.virtual_time import VirtualTime
+from megatron_runtime.engine.scheduling.waiting_sequences import WaitingSequences
 
 _Upcoming = dict[int, tuple[int, ...]]
 """Hashes and tokens of the blocks that will be registered after a pass."""
 
 
 class Scheduler:
-    """By priority, then first come, first served, over a fixed pool of blocks; pure bookkeeping.
+    """By priority, then fairly, over a fixed pool of blocks; pure bookkeeping.
+
+    The order of equal priorities is that of the tags, see VirtualTime, and of equal tags that of arrival. Of the
+    tenants in the queue, the one with the fewest running sequences is served next. If there is no room for it, those
+    sequences make room that are beyond an equal share, see `RunningSequences.excess`. A running sequence is not evicted
+    for a higher priority in the queue.
 
     Every running sequence gets at least one token in every pass, or, with several passes in flight, in one of them:
     each pass computes its share of the most urgent sequences that do not wait for their next token. Sequences whose
-    grammars have slow masks take turns, so that the others do not wait for all of them. When the pool is
-    exhausted, a sequence that needs a block pauses and keeps its blocks, as far as the limits allow; otherwise the
-    least urgent running sequence is evicted. In both cases the most urgent one proceeds, and no sequence is admitted
-    meanwhile. As long as each single sequence fits the pool (which the engine checks on submission), all of them end,
-    unless more urgent ones arrive forever. A running sequence is not evicted for a more urgent one in the queue.
+    grammars have slow masks take turns, so that the others do not wait for all of them. When the pool is exhausted, a
+    sequence that needs a block pauses and keeps its blocks, as far as the limits allow; otherwise the least urgent
+    running sequence of the largest tenant is evicted. In both cases the most urgent one proceeds, and no sequence is
+    admitted meanwhile. As long as each single sequence fits the pool (which the engine checks on submission), all of
+    them end, unless ones of a higher priority arrive forever.
 
     Passes are computed in the order of their schedules, so that freed blocks can be allocated again at once: the next
     owner writes to them later. The results of a pass for a sequence that has lost its blocks meanwhile are dropped.
@@ -73,8 +47,9 @@ class Scheduler:
         self.limits = limits
         self.allocator = allocator
         self._prefixes = allocator.prefixes
-        self._running = OrderedSequences()
-        self._waiting = OrderedSequences()
+        self._running = RunningSequences()
+        self._waiting = WaitingSequences(self._running)
+        self._time = VirtualTime()
         self._arrivals = 0
         self._paused: set[int] = set()
         self._slices: list[SequenceSlice] = []
@@ -101,6 +76,13 @@ class Scheduler:
         return bool(self._waiting) or any(sequence.num_left for sequence in self._running)
 
     @property
+    def may_admit(self) -> bool:
+        """True if a sequence is in the queue for which there is a place, or can be made one."""
+        if not self._waiting:
+            return False
+        return len(self._running) < self.limits.max_requests or self._running.has_excess(self._waiting.first)
+
+    @property
     def num_scheduled_tokens(self) -> int:
         """Number of tokens of the last pass."""
         return sum(part.length for part in self._slices)
@@ -124,16 +106,18 @@ class Scheduler:
         return self.blocks_for(longest) <= self.allocator.num_blocks
 
     def add(self, sequence: Sequence) -> None:
-        """Add a new sequence to the queue, after those of the same priority."""
+        """Add a new sequence to the queue."""
         assert self.can_ever_fit(sequence), f"request {sequence.request_id} never fits the pool"
         sequence.arrival = self._arrivals
         self._arrivals += 1
+        self._time.enter(sequence)
         self._waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a running or waiting sequence, and free its blocks."""
         self._paused.discard(sequence.request_id)
         (self._running if sequence in self._running else self._waiting).remove(sequence)
+        self._time.leave(sequence)
         self._release(sequence)
 
     def schedule(self, *, admits: bool = True) -> Schedule:
@@ -157,12 +141,16 @@ class Scheduler:
                 num_behind = len(running) - index - 1
                 slices.append(self._begin_slice(sequence, budget - num_behind))
                 budget -= slices[-1].length
-        # Sequences that were evicted or paused now would only evict others.
-        admitted = [] if evicted or paused or not admits else self._admit(slices, budget)
-        slices = self._with_drafts(slices)
+        admitted = self._admit(slices, budget, evicted, is_full=bool(evicted or paused)) if admits else []
+        if evicted:
+            slices = [part for part in slices if part.counts]
+            paused = [each for each in paused if each.is_running]
+        limits = self.limits
+        slices = with_drafts(slices, max_tokens=limits.max_tokens, block_size_tokens=limits.block_size_tokens)
         self._slices = slices
         known, self._paused = self._paused, {sequence.request_id for sequence in paused}
-        return Schedule(slices, admitted, evicted, [each for each in paused if each.request_id not in known])
+        paused = [each for each in paused if each.request_id not in known]
+        return Schedule(slices, admitted, evicted, paused)
 
     def settle(self, slices: list[SequenceSlice]) -> SettledPass:
         """Record that the oldest pass in flight was computed."""
@@ -213,14 +201,14 @@ class Scheduler:
         """Return every running sequence to the queue; the result has the least urgent one first."""
         evicted: list[Sequence] = []
         while self._running:
-            self._evict_last(evicted)
+            self._evict(self._running.last, evicted)
         return evicted
 
     def check_integrity(self) -> None:
         """Assert that blocks and sequences are consistent."""
         self.allocator.check_integrity(block for sequence in self._running for block in sequence.blocks)
         running = {sequence.request_id: sequence for sequence in self._running}
-        assert running.keys().isdisjoint(self._waiting.ids), "a sequence both runs and waits"
+        assert not any(each.request_id in running for each in self._waiting), "a sequence both runs and waits"
         assert len(self._running) <= self.limits.max_requests, "too many sequences run"
         assert self._paused <= running.keys(), "a sequence is paused that does not run"
         kept = sum(len(running[request_id].blocks) for request_id in self._paused)
@@ -244,27 +232,6 @@ class Scheduler:
         sequence.num_begun, sequence.last_pass = part.end, self._passes
         return part
 
-    def _with_drafts(self, slices: list[SequenceSlice]) -> list[SequenceSlice]:
-        """The slices with drafts, or with the number for a draft model, where these have room: in the pass, and in the
-        blocks of their sequences."""
-        if all(part.sequence.draft_length is None for part in slices):
-            return slices
-        budget = self.limits.max_tokens - sum(part.length for part in slices)
-        drafted: list[SequenceSlice] = []
-        for part in slices:
-            sequence, length = part.sequence, part.sequence.draft_length
-            may_draft = part.length == 1 and part.samples and not sequence.mask_milliseconds
-            if may_draft and length is not None:
-                known = len(sequence.tokens)
-                room = min(len(sequence.blocks) * self.limits.block_size_tokens, sequence.max_length - 1) - known
-                if isinstance(length, PromptLookup):
-                    part = part._replace(drafts=length.propose(sequence.tokens, min(room, budget)))
-                else:
-                    part = part._replace(max_drafts=length.within(min(room, budget)))
-                budget -= len(part.drafts) + part.max_drafts
-            drafted.append(part)
-        return drafted
-
     def _should_pause(self, sequence: Sequence, paused: list[Sequence]) -> bool:
         """True if a running sequence lacks blocks and may wait with its own; never for the most urgent one."""
         is_first = sequence is self._running.first
@@ -282,13 +249,12 @@ class Scheduler:
         if missing <= 0:
             return True  # as in nearly every pass
         while not self.allocator.can_allocate(missing):
-            if self._evict_last(evicted) is sequence:
+            if self._evict(self._running.to_evict, evicted) is sequence:
                 return False
         sequence.blocks += self.allocator.allocate(missing)
         return True
 
-    def _evict_last(self, evicted: list[Sequence]) -> Sequence:
-        sequence = self._running.last
+    def _evict(self, sequence: Sequence, evicted: list[Sequence]) -> Sequence:
         self._running.remove(sequence)
         self._paused.discard(sequence.request_id)
         self._release(sequence)
@@ -296,17 +262,29 @@ class Scheduler:
         evicted.append(sequence)
         return sequence
 
-    def _admit(self, slices: list[SequenceSlice], budget: int) -> list[Sequence]:
+    def _admit(
+        self, slices: list[SequenceSlice], budget: int, evicted: list[Sequence], *, is_full: bool
+    ) -> list[Sequence]:
+        """Begin sequences of the queue; those that were ``evicted`` in this pass are left for the next one. If memory
+        ``is_full``, only in place of others: the admitted ones would evict others otherwise."""
         admitted: list[Sequence] = []
-        upcoming: _Upcoming = {}
-        if self._waiting and self._prefixes is not None:
-            for sequence in self._running:
-                upcoming |= self._prefixes.upcoming(sequence)
+        upcoming = self._upcoming()
         share = self._share(min(len(self._running) + len(self._waiting), self.limits.max_requests))
-        while self._waiting and budget > 0 and len(slices) < share and len(self._running) < self.limits.max_requests:
+        while budget > 0 and self.may_admit:
             sequence = self._waiting.first
-            matched = self._prefixes.match(sequence) if self._prefixes is not None else []
-            if not self._can_admit(sequence, budget, matched) or self._should_wait(sequence, matched, upcoming):
+            matched = self._match(sequence)
+            if sequence in evicted or self._should_wait(sequence, matched, upcoming):
+                break
+            if is_full or not self._has_room(sequence, matched):
+                preempted = self._to_preempt(sequence, matched)
+                if not preempted or not set(preempted).isdisjoint(admitted):
+                    break
+                for each in preempted:
+                    self._evict(each, evicted)
+                budget += sum(part.length for part in slices if not part.counts)
+                slices[:] = [part for part in slices if part.counts]
+                upcoming = self._upcoming()
+            if len(slices) >= share or not self._fits(sequence, budget, matched):
                 break
             self._begin(sequence, matched)
             slices.append(self._begin_slice(sequence, budget))
@@ -316,15 +294,34 @@ class Scheduler:
                 upcoming |= self._prefixes.upcoming(sequence)
         return admitted
 
-    def _can_admit(self, sequence: Sequence, budget: int, matched: list[int]) -> bool:
+    def _upcoming(self) -> _Upcoming:
+        upcoming: _Upcoming = {}
+        if self._waiting and self._prefixes is not None:
+            for sequence in self._running:
+                upcoming |= self._prefixes.upcoming(sequence)
+        return upcoming
+
+    def _fits(self, sequence: Sequence, budget: int, matched: list[int]) -> bool:
+        """True if a pass has enough tokens left for a sequence of the queue."""
         uncomputed = len(sequence.tokens) - len(matched) * self.limits.block_size_tokens
         # Without chunking only an evicted sequence can be longer than a pass: new ones are refused.
-        may_split = self.limits.chunked_prefill or uncomputed > self.limits.max_tokens
-        if uncomputed > budget and not may_split:
-            return False
+        return uncomputed <= budget or self.limits.chunked_prefill or uncomputed > self.limits.max_tokens
+
+    def _has_room(self, sequence: Sequence, matched: list[int]) -> bool:
+        """True if there are a place and blocks for a sequence of the queue."""
+        has_place = len(self._running) < self.limits.max_requests
+        return has_place and self.allocator.can_allocate(self._needed(sequence, matched), besides=matched)
+
+    def _needed(self, sequence: Sequence, matched: list[int]) -> int:
         # One more block for each running sequence, or the new one would soon be evicted.
-        needed = self.blocks_for(len(sequence.tokens)) - len(matched) + len(self._running)
-        return self.allocator.can_allocate(needed, besides=matched)
+        return self.blocks_for(len(sequence.tokens)) - len(matched) + len(self._running)
+
+    def _to_preempt(self, sequence: Sequence, matched: list[int]) -> list[Sequence]:
+        limits = {"num_needed": self._needed(sequence, matched), "max_requests": self.limits.max_requests}
+        return to_preempt(sequence, matched, self._running, self.allocator, **limits)
+
+    def _match(self, sequence: Sequence) -> list[int]:
+        return [] if self._prefixes is None else self._prefixes.match(sequence)
 
     def _should_wait(self, sequence: Sequence, matched: list[int], upcoming: _Upcoming) -> bool:
         """True if a pass in flight or this one computes the next block of the sequence."""

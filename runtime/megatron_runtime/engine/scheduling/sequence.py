@@ -24,8 +24,16 @@ class Sequence:
     """Maximum number of tokens."""
     priority: int = 0
     """Lower values are served first."""
+    tenant: str = ""
+    """Tenants have equal shares of a full engine."""
+    body: str | None = None
+    """Identifies the body among those of the tenant; None: no other sequence belongs to it."""
+    answers: int = 1
+    """Number of sequences of the body."""
+    tag: float = 0.0
+    """The order of equal priorities, see VirtualTime; equal for all sequences of a body."""
     arrival: int = 0
-    """Number of sequences that were added before; the order of equal priorities."""
+    """Number of sequences that were added before; the order of equal tags."""
     next_log_prob: int | None = None
     """Index of the first token whose log probability is still to be reported; None if there is none."""
     block_hashes: list[int] = field(default_factory=list)
@@ -66,9 +74,9 @@ class Sequence:
     """Number of the last pass that computes tokens of it."""
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, float, int]:
         """Lower values are served first."""
-        return self.priority, self.arrival
+        return self.priority, self.tag, self.arrival
 
     def drafts_within(self, length: int) -> int:
         """How many of the first ``length`` tokens are drafts."""

@@ -15,6 +15,7 @@ from megatron_runtime.wire.codec import Message
 from megatron_runtime.wire.dealer import Dealer
 from megatron_runtime.wire.items import AdapterReport, EngineLoad, Finished, Progress, Registration
 from megatron_runtime.wire.protocol_errors import ProtocolErrors
+from megatron_runtime.wire.protocol_version import OWN
 
 HEARTBEAT_SECONDS = 1.0
 REGISTRATION_SECONDS = 10.0
@@ -163,7 +164,7 @@ class CoordinatorConnection:
         self._on_registering()
         registration = Registration(self._replica_group, self._attempt, self._incarnation, *self._describe())
         self._registering_since = time.monotonic()
-        self._dealer.send(Headers.REGISTER, *registration.wire())
+        self._dealer.send(Headers.REGISTER, OWN, *registration.wire())
 
     def _register_again(self) -> None:
         """Unless a registration waits for its answer: the coordinator may still receive messages from before it, and

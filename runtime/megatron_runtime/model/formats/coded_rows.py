@@ -5,7 +5,7 @@ The layouts are those of ggml's ``ggml-common.h`` and of the gguf package's ``qu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,20 @@ class CodedRows:
     def elements(self) -> int:
         """Number of weights."""
         return len(self) * int(self.codes.shape[1]) * BLOCK
+
+    def rearranged(self, places: Sequence[int], columns: slice) -> CodedRows:
+        """Some columns of these rows after equal groups of columns are put in the order of ``places``.
+
+        Groups and ``columns`` are whole blocks.
+        """
+        total = int(self.codes.shape[1]) * BLOCK
+
+        def part(values: NDArray[Any]) -> NDArray[Any]:
+            moved = values.reshape(len(self), len(places), -1)[:, list(places)].reshape(values.shape)
+            per = total // int(values.shape[1])
+            return moved[:, columns.start // per : columns.stop // per]
+
+        return CodedRows(part(self.codes), part(self.scales), None if self.mins is None else part(self.mins))
 
 
 CODINGS: dict[str, Coding] = {

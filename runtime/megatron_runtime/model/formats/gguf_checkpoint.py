@@ -16,7 +16,13 @@ from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.formats.coded_rows import CodedRows, decode
 from megatron_runtime.model.formats.gguf_file import GgufFile
-from megatron_runtime.model.formats.gguf_rows import TensorRows, expert_rows, recurrent_inputs, reshape_recurrent
+from megatron_runtime.model.formats.gguf_rows import (
+    TensorRows,
+    expert_rows,
+    order_value_heads,
+    recurrent_inputs,
+    reshape_recurrent,
+)
 from megatron_runtime.model.formats.tensor_names import TensorNames, tensor_names
 from megatron_runtime.model.formats.weight_source import StoredTensor, row_pieces
 from megatron_runtime.model.recurrent_config import GatedDeltaConfig
@@ -29,7 +35,7 @@ _ROPE_FACTORS = "rope_freqs.weight"
 _COMPUTED_ELSEWHERE = (_ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that change the rotation, and have no place in the decoder."""
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)(?:\.(weight|bias))?")
-_EXPERT_TENSOR = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|bias)")
+_EXPERT_TENSOR = re.compile(r"blk\.(\d+)\.ffn_(gate|up|gate_up|down)_exps\.(weight|bias)")
 _INTERLEAVED_ROTARY = ("llama", "ministral3")
 """Architectures whose converter permutes the rows of queries and keys for ggml's interleaved rotation."""
 
@@ -49,8 +55,9 @@ class GgufWeights:
         self._by_name: dict[str, TensorRows] = {}
         for name, tensor in file.tensors.items():
             match = _EXPERT_TENSOR.fullmatch(name)
-            is_known = match is not None and (match[2] != "gate" or len(names.expert_gate_up) == 2)
-            if match and is_known and len(tensor.shape) >= 2 and not name.startswith(further):
+            is_known = match is not None and (match[2] in ("up", "down") or len(names.expert_gate_up) == 2)
+            has_rows = len(tensor.shape) >= (3 if match and match[2] == "gate_up" else 2)
+            if match and is_known and has_rows and not name.startswith(further):
                 self._by_name |= expert_rows(tensor, names, *match.groups())
             elif name not in _COMPUTED_ELSEWHERE and not name.startswith(further):
                 rows = TensorRows.whole(tensor)
@@ -58,10 +65,13 @@ class GgufWeights:
                     rows = replace(rows, shape=(1, *tensor.shape))  # a matrix of one row
                 self._by_name[_hugging_face_name(name, names, layer_names)] = rows
         self._names = names
-        if isinstance(config.recurrent, GatedDeltaConfig):
+        has_joined_inputs = len(names.recurrent_inputs) == 1
+        if isinstance(config.recurrent, GatedDeltaConfig) and has_joined_inputs:
             self._join_inputs(config.recurrent)
         if config.recurrent is not None:
             reshape_recurrent(self._by_name, config.recurrent, names)
+        if isinstance(config.recurrent, GatedDeltaConfig) and not has_joined_inputs:
+            order_value_heads(self._by_name, config.recurrent, names)
 
     @property
     def location(self) -> str:
@@ -86,7 +96,7 @@ class GgufWeights:
             return
         columns = slice(start[-1], start[-1] + into.shape[-1])
         for part in row_pieces((into.shape[0], rows.shape[-1])):
-            read = self._rows(rows, start[0] + part.start, start[0] + part.stop)[:, columns]
+            read = rows.in_order(self._rows(rows, start[0] + part.start, start[0] + part.stop))[:, columns]
             values = torch.from_numpy(read).view(-1, *into.shape[1:])
             into[part if order is None else order[part]] = values.to(device=into.device, dtype=into.dtype)
             yield values.numel()
@@ -99,7 +109,11 @@ class GgufWeights:
             whole = self._raw_rows(stored, first, rows.stop)[order.argsort().numpy()]
         for part in row_pieces((len(rows), stored.shape[1])):
             raw = whole[part] if order is not None else self._raw_rows(stored, first + part.start, first + part.stop)
-            yield decode(raw, stored.ranges[0].tensor.kind, columns)
+            kind = stored.ranges[0].tensor.kind
+            if stored.column_groups:
+                yield decode(raw, kind, slice(0, stored.shape[1])).rearranged(stored.column_groups, columns)
+            else:
+                yield decode(raw, kind, columns)
 
     def rotary_factors(self) -> NDArray[np.float32] | None:
         """float32 [head_dim / 2], the divisors of the rotary frequencies (Llama 3.1); None without scaling."""
@@ -122,7 +136,8 @@ class GgufWeights:
         """The numbers of a tensor of one dimension, which may be stored with more."""
         (part,) = stored.ranges
         count = math.prod(stored.shape) // max(part.tensor.shape[-1], 1)
-        return self._file.rows(part.tensor, slice(part.start, part.start + count)).reshape(-1)
+        numbers = self._file.rows(part.tensor, slice(part.start, part.start + count)).reshape(1, -1)
+        return stored.in_order(numbers).reshape(-1)
 
     def _changed(self, name: str, values: Tensor) -> Tensor:
         """A vector with the values of Hugging Face's files, where the converter stores others."""
@@ -162,6 +177,13 @@ def _joined(parts: list[NDArray[_Number]]) -> NDArray[_Number]:
 def _layer_names(names: TensorNames, config: ModelConfig) -> dict[str, str]:
     """Hugging Face's names of a layer's tensors by those of ggml."""
     qkv = ("attn_q", "attn_k", "attn_v") if len(names.qkv) == 3 else ("attn_qkv",)
+    if len(names.recurrent_inputs) == 2:
+        recurrent = {
+            **dict(zip(("attn_qkv", "attn_gate"), names.recurrent_inputs, strict=True)),
+            **dict(zip(("ssm_beta", "ssm_alpha"), names.recurrent_gates, strict=True)),
+        }
+    else:
+        recurrent = {"ssm_in": names.recurrent_inputs[0], "ssm_ba": names.recurrent_gates[0]}
     return {
         "attn_norm": names.attention_norm if config.feed_forward_layers is None else names.mixer_norm,
         "post_attention_norm": names.attention_output_norm,
@@ -181,9 +203,8 @@ def _layer_names(names: TensorNames, config: ModelConfig) -> dict[str, str]:
         "ffn_down_shexp": names.shared_down,
         "ssm_conv1d": names.convolution,
         "ssm_norm": names.recurrent_norm,
-        "ssm_in": names.recurrent_inputs[0],
-        "ssm_ba": names.recurrent_gates[0],
         "ssm_out": names.recurrent_output,
+        **recurrent,
     }
 
 

@@ -14,6 +14,7 @@ from megatron_runtime.model.formats.gguf_families import (
     GGUF_FAMILIES,
     HUGGING_FACE_NAMES,
     PARTLY_ROTATED,
+    WITH_EXPERTS_ALONE,
     WITH_SHARED_EXPERTS,
     WITH_SIZES_OF_LAYERS,
 )
@@ -46,7 +47,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         architecture=HUGGING_FACE_NAMES.get(architecture, architecture),
         vocab_size=embedding.shape[0] if embedding else values.number("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_size(values, "feed_forward_length", architecture, layers),
+        intermediate_size=_feed_forward_size(values, architecture, layers),
         num_layers=layers,
         num_attention_heads=heads,
         num_kv_heads=_size(values, "attention.head_count_kv", architecture, layers, heads),
@@ -76,6 +77,11 @@ def _size(values: GgufMetadata, key: str, architecture: str, layers: int, defaul
     return values.number(key) if default is None else int(values.get(key, default))
 
 
+def _feed_forward_size(values: GgufMetadata, architecture: str, layers: int) -> int:
+    alone = values.number("expert_feed_forward_length") if architecture in WITH_EXPERTS_ALONE else None
+    return _size(values, "feed_forward_length", architecture, layers, alone)
+
+
 def _experts(values: GgufMetadata, architecture: str, layers: int) -> ExpertsConfig | None:
     """The same value in all layers; None without any."""
     count = int(values.get("expert_count", 0))
@@ -87,7 +93,7 @@ def _experts(values: GgufMetadata, architecture: str, layers: int) -> ExpertsCon
         count=count,
         per_token=values.number("expert_used_count"),
         intermediate_size=int(
-            values.get("expert_feed_forward_length", _size(values, "feed_forward_length", architecture, layers))
+            values.get("expert_feed_forward_length", _feed_forward_size(values, architecture, layers))
         ),
         routing=RoutingConfig(normalize_weights=bool(values.get("expert_weights_norm", True))),
     )

@@ -232,6 +232,8 @@ HUGGING_FACE_NAMES = {
     "llama4": "llama4_text",
     "gpt-oss": "gpt_oss",
     "qwen3next": "qwen3_next",
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
     "nemotron_h_moe": "nemotron_h",
 }
 """The architectures whose names of tensors are those of another name in Hugging Face's files."""
@@ -239,7 +241,12 @@ WITH_SHARED_EXPERTS = ("glm4moe", "nemotron_h_moe")
 """The architectures whose files count shared experts."""
 WITH_SIZES_OF_LAYERS = ("nemotron_h", "nemotron_h_moe")
 """The architectures with a list of key heads and feed-forward lengths, which are 0 in layers without them."""
-PARTLY_ROTATED = ("glm4", "glm4moe", "phi3", "cohere2", "minimax-m2", "qwen3next", "nemotron_h", "nemotron_h_moe")
+WITH_EXPERTS_ALONE = ("qwen35moe",)
+"""The architectures whose files need no size of a dense network."""
+PARTLY_ROTATED = (
+    *("glm4", "glm4moe", "phi3", "cohere2", "minimax-m2", "qwen3next", "qwen35", "qwen35moe"),
+    *("nemotron_h", "nemotron_h_moe"),
+)
 """The architectures that may rotate a part of each head, or none."""
 GGUF_FAMILIES: dict[str, Callable[[ModelConfig, GgufMetadata], ModelConfig]] = {
     "llama": _as_it_is,
@@ -258,6 +265,8 @@ GGUF_FAMILIES: dict[str, Callable[[ModelConfig, GgufMetadata], ModelConfig]] = {
     "llama4": _llama4,
     "gpt-oss": _gpt_oss,
     "qwen3next": gguf_hybrids.qwen3_next,
+    "qwen35": gguf_hybrids.qwen3_next,
+    "qwen35moe": gguf_hybrids.qwen3_next,
     "nemotron_h": gguf_hybrids.nemotron_h,
     "nemotron_h_moe": gguf_hybrids.nemotron_h,
     "qwen2": _as_it_is,

@@ -13,9 +13,10 @@ from megatron_runtime.model.recurrent_config import GatedDeltaConfig, Mamba2Conf
 
 
 def qwen3_next(config: ModelConfig, values: GgufMetadata) -> ModelConfig:
-    """Gated delta layers, attention with gates, and experts beside a shared one.
+    """Gated delta layers, attention with gates, and experts beside a shared one; also Qwen3.5, dense or with experts.
 
-    Files may count the layers that predict further tokens as layers.
+    Files may count the layers that predict further tokens as layers. ``rope.dimension_sections`` of Qwen3.5 is not
+    read: it divides the rotated channels among the three positions of a token in an image, which are one in a text.
     """
     values.require("expert_gating_func", ExpertGatingFuncType.SOFTMAX)
     config = _without_further_layers(config, values)

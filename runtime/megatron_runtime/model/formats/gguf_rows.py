@@ -5,12 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from megatron_runtime.model.formats.coded_rows import CODINGS
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_runtime.model.formats.coded_rows import BLOCK, CODINGS
 from megatron_runtime.model.formats.gguf_file import GgufTensor
 from megatron_runtime.model.formats.tensor_names import TensorNames
 from megatron_runtime.model.formats.weight_source import StoredTensor
 from megatron_runtime.model.recurrent_config import GatedDeltaConfig, Mamba2Config, RecurrentConfig
+
+_Number = TypeVar("_Number", bound=np.generic)
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,8 @@ class TensorRows:
 
     shape: tuple[int, ...]
     ranges: tuple[RowRange, ...]
+    column_groups: tuple[int, ...] = ()
+    """The place of each of so many equal groups of columns in stored rows; empty where the order is the same."""
 
     @classmethod
     def whole(cls, tensor: GgufTensor) -> TensorRows:
@@ -42,25 +50,39 @@ class TensorRows:
                 yield part.tensor, slice(part.start + begin, part.start + end)
             first, last = first - part.count, last - part.count
 
+    def in_order(self, stored: NDArray[_Number]) -> NDArray[_Number]:
+        """Stored rows [n, columns] with the columns in order."""
+        if not self.column_groups:
+            return stored
+        groups = stored.reshape(len(stored), len(self.column_groups), -1)
+        return groups[:, list(self.column_groups)].reshape(stored.shape)
+
     @property
     def stored(self) -> StoredTensor:
-        """As the interface of readers has it. Rows of different types have no coding."""
+        """As the interface of readers has it. Rows of different types, and parts of blocks, have no coding."""
         kinds = list(dict.fromkeys(str(part.tensor.kind.name) for part in self.ranges))
-        coding = CODINGS.get(kinds[0]) if len(kinds) == 1 else None
+        has_blocks = not self.column_groups or self.shape[-1] // len(self.column_groups) % BLOCK == 0
+        coding = CODINGS.get(kinds[0]) if len(kinds) == 1 and has_blocks else None
         num_bytes = sum(part.tensor.row_bytes * part.count for part in self.ranges)
         return StoredTensor(self.shape, num_bytes, "+".join(kinds), coding)
 
 
 def expert_rows(tensor: GgufTensor, names: TensorNames, layer: str, part: str, kind: str) -> dict[str, TensorRows]:
-    """The experts of a layer in a stacked ``tensor`` [experts, out, in] or [experts, out], by Hugging Face's names."""
+    """The experts of a layer in a stacked ``tensor`` [experts, out, in] or [experts, out], by Hugging Face's names.
+
+    That of the part ``gate_up`` has the rows of an expert's gates, then those of its values.
+    """
     count, *shape = tensor.shape
-    name = {"gate": names.expert_gate_up[0], "up": names.expert_gate_up[-1], "down": names.expert_down}[part]
-    prefix, rows = names.layer.format(layer), math.prod(shape[:-1])
+    parts = {"gate": names.expert_gate_up[:1], "up": names.expert_gate_up[-1:], "down": (names.expert_down,)}
+    fused = parts.get(part, names.expert_gate_up)
+    prefix, rows = names.layer.format(layer), math.prod(shape[:-1]) // len(fused)
+    shape[0] //= len(fused)
     return {
         f"{prefix}{names.expert.format(index)}{name}.{kind}": TensorRows(
-            tuple(shape), (RowRange(tensor, index * rows, rows),)
+            tuple(shape), (RowRange(tensor, (index * len(fused) + place) * rows, rows),)
         )
         for index in range(count)
+        for place, name in enumerate(fused)
     }
 
 
@@ -97,3 +119,28 @@ def reshape_recurrent(tensors: dict[str, TensorRows], sizes: RecurrentConfig, na
             continue
         if len(shape) == 1 or rows.shape[-1] == shape[-1]:
             tensors[name] = replace(rows, shape=shape)
+
+
+def order_value_heads(tensors: dict[str, TensorRows], sizes: GatedDeltaConfig, names: TensorNames) -> None:
+    """Give the tensors of gated delta layers the value heads in Hugging Face's order, by key heads.
+
+    llama.cpp's converter writes files of Qwen3.5 with the first value head of each key head, then the second one of
+    each, and so on (``_LinearAttentionVReorderBase``). Tensors that don't fit stay as they are; their shapes are
+    checked later.
+    """
+    if (shared := sizes.value_heads // sizes.key_heads) == 1:
+        return
+    places = tuple(head % shared * sizes.key_heads + head // shared for head in range(sizes.value_heads))
+    inputs, gates = names.recurrent_inputs
+    rows = {inputs: (2 * sizes.keys, sizes.value_dim), gates: (0, sizes.value_dim)}
+    rows |= {names.convolution: rows[inputs]} | dict.fromkeys(names.recurrent_gates, (0, 1))
+    for prefix in map(names.layer.format, sizes.layers):
+        for name, (first, size) in ((f"{prefix}{name}.weight", at) for name, at in rows.items()):
+            if (tensor := tensors.get(name)) is not None:
+                (whole,) = tensor.ranges
+                if whole.count == first + sizes.value_heads * size:
+                    heads = (replace(whole, start=first + place * size, count=size) for place in places)
+                    tensors[name] = replace(tensor, ranges=(replace(whole, count=first), *heads))
+        for name in (names.log_rates, names.step_biases, f"{names.recurrent_output}.weight"):
+            if (tensor := tensors.get(prefix + name)) is not None and tensor.shape[-1] % sizes.value_heads == 0:
+                tensors[prefix + name] = replace(tensor, column_groups=places)

@@ -9,6 +9,9 @@ from typing import Self
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.formats.checkpoint_path import gguf_parts, torch_dist_folder
 
+_WEIGHTS = ("config.json", "*.safetensors", "*.safetensors.index.json", ".metadata", "*.distcp")
+"""The files of a folder that decide its weights."""
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -20,12 +23,14 @@ class Origin:
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """The current file, with the other parts of a divided GGUF file; or the files in the folder and in that of its
-        latest iteration.
+        """The current file, with the other parts of a divided GGUF file; or those in the folder and in that of its
+        latest iteration that decide the weights. Others, for instance a log, may change.
         """
-        folders = {path, torch_dist_folder(path) or path} if path.is_dir() else set()
-        files = sorted(file for folder in folders for file in folder.iterdir() if file.is_file()) or gguf_parts(path)
-        base = path if path.is_dir() else path.parent
+        if path.is_dir():
+            base, folders = path, {path, torch_dist_folder(path) or path}
+            files = sorted(file for folder in folders for name in _WEIGHTS for file in folder.glob(name))
+        else:
+            base, files = path.parent, gguf_parts(path)
         stats = [(str(file.relative_to(base)), file.stat()) for file in files]
         return cls(path, tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
 

@@ -1,7 +1,7 @@
 """Compiles the kernels of a CPU in advance: ``python -m megatron_runtime.model.kernels.compile_kernels FOLDER``.
 
-They are valid for the same kind of processor and the same path of the package. Numba's cache contains pickles, so that
-write access to FOLDER allows to change the code that ranks execute.
+They are valid for the same kind of processor and the same sources of the package, at any path. Numba's cache contains
+pickles, so that write access to FOLDER allows to change the code that ranks execute.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from numba.extending import overload
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_runtime.model.kernels.kernel_cache import use_kernel_locator
 from megatron_runtime.model.kernels.kernel_compiler import Kernel, from_cache_only
 from megatron_runtime.model.kernels.threads import can_share_threads, kernel_threads
 
@@ -36,6 +37,7 @@ def compile_kernel(
     A loop over ``prange`` runs on the threads that PyTorch uses. With ``fast``, the order of sums is the compiler's
     choice, which may depend on the processor.
     """
+    use_kernel_locator()
     options = _OPTIONS | {"parallel": parallel and can_share_threads(), "fastmath": _FAST if fast else False}
     try:
         with from_cache_only(function):

@@ -12,6 +12,7 @@ _LLAMA_3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN_2 = _LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN_3_5 = _QWEN_2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -62,6 +63,7 @@ PRE_TOKENIZERS = {
     "pixtral": _LLAMA_BPE,
     "qwen2": _QWEN,
     "deepseek-r1-qwen": _QWEN,
+    "qwen35": PreTokenizer(_QWEN_3_5, composes=True),
     "command-r": PreTokenizer(splits_digits=True, composes=True),
     "dbrx": _THREE_DIGITS,
     "glm4": _THREE_DIGITS,

@@ -47,7 +47,7 @@ class _Prepared:
 def _prepare(frontend: FrontendContext, body: GenerationBody, request: Request, style: AnswerFormat) -> _Prepared:
     prompts, parsing = style.prompts(body, frontend)
     key = idempotency_key(request, body)
-    tasks = frontend.tasks(body, prompts, key, parsing, cache_salt=frontend.cache_salt(request, body.cache_salt))
+    tasks = frontend.tasks(body, prompts, key, parsing, isolation=frontend.isolation(request, body.cache_salt))
     return _Prepared(prompts, parsing, key, tasks)
 
 

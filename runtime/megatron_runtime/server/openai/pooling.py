@@ -19,6 +19,7 @@ from megatron_runtime.server.frontend_context import FrontendContext
 from megatron_runtime.server.generation.choice import ChoiceTask, Delta
 from megatron_runtime.server.generation.generation import collect
 from megatron_runtime.server.generation.idempotency import IdempotencyKey, idempotency_key
+from megatron_runtime.server.isolation import Isolation
 from megatron_runtime.server.json_response import JsonResponse
 from megatron_runtime.server.openai.streaming import CancelOnDisconnect, ClientDisconnected
 from megatron_runtime.server.request_log import CLIENT_CLOSED_REQUEST
@@ -66,8 +67,8 @@ async def answer_pooling(
     await frontend.check_model(body.model)
     size = len(await request.body())
     key = idempotency_key(request, body)
-    salt = frontend.cache_salt(request, body.cache_salt)
-    prompts, tasks = await frontend.large_bodies.run(size, _prepare, frontend, body, inputs, key, salt)
+    isolation = frontend.isolation(request, body.cache_salt)
+    prompts, tasks = await frontend.large_bodies.run(size, _prepare, frontend, body, inputs, key, isolation)
     generation = frontend.generation(tasks, key, timeout=body.timeout)
     try:
         async with CancelOnDisconnect(request.receive):
@@ -81,7 +82,7 @@ async def answer_pooling(
 
 
 def _prepare(
-    frontend: FrontendContext, body: PoolingBody, inputs: Inputs, key: IdempotencyKey | None, salt: str | None
+    frontend: FrontendContext, body: PoolingBody, inputs: Inputs, key: IdempotencyKey | None, isolation: Isolation
 ) -> tuple[list[list[int]], list[ChoiceTask]]:
     if not inputs:
         raise ApiError(400, "input: must not be empty", param="input")
@@ -93,11 +94,11 @@ def _prepare(
             num_tokens_to_generate=0,
             pooling=frontend.options.http.pooling,
             priority=body.priority,
-            cache_salt=salt,
             adapter=frontend.adapter(body.model),
         )
     except InvalidRequestError as error:
         raise ApiError(400, str(error), param=error.field) from error
+    isolation.apply([params], len(prompts))
     return prompts, [
         ChoiceTask(index, prompt, params, uuid=None if key is None else key.uuid(index))
         for index, prompt in enumerate(prompts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from megatron_runtime.config import PrefixCachingEvictionPolicy
-from megatron_runtime.engine.scheduling.scheduler import Schedule
+from megatron_runtime.engine.scheduling.schedule import Schedule
 from megatron_runtime.engine.scheduling.sequence import Sequence
 
 LIMITS: dict[str, st.SearchStrategy[Any]] = {
@@ -100,14 +101,16 @@ class RandomPrefixes(SchedulerLives):
         own=st.lists(st.integers(0, 1), max_size=8),
         answer=st.integers(1, 20),
         scores=st.booleans(),
+        shares=scheduling.shares(),
     )
-    def add(self, stem: int, own: list[int], answer: int, scores: bool) -> None:
+    def add(self, stem: int, own: list[int], answer: int, scores: bool, shares: dict[str, Any]) -> None:
         limits = self.scheduler.limits
         prompt = [5] * stem + own
         if not prompt or (not limits.chunked_prefill and len(prompt) > limits.max_tokens):
             return
         size = limits.block_size_tokens
         sequence = sequence_of(next(self.ids), prompt, answer, block_size=size, num_hashes=self.num_hashes)
+        sequence = replace(sequence, **shares)
         sequence.next_log_prob = 1 if scores else None
         if self.scheduler.can_ever_fit(sequence):
             self.alive[sequence.request_id] = sequence

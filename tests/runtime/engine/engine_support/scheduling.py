@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from megatron_runtime.config import PrefixCachingEvictionPolicy
 from megatron_runtime.engine.scheduling.block_allocator import BlockAllocator
 from megatron_runtime.engine.scheduling.prefix_cache import PrefixCache
-from megatron_runtime.engine.scheduling.scheduler import Schedule, Scheduler, SchedulerLimits
+from megatron_runtime.engine.scheduling.schedule import Schedule, SchedulerLimits
+from megatron_runtime.engine.scheduling.scheduler import Scheduler
 from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice, SettledPass
 from megatron_runtime.engine.scheduling.state_snapshots import StateSnapshots
 
@@ -37,6 +38,13 @@ def scheduler_of(
     slots = StateSnapshots(snapshots) if snapshots else None
     cache = None if policy is None else PrefixCache(policy, block_size, slots)
     return Scheduler(limits, BlockAllocator(blocks, cache))
+
+
+def shares() -> st.SearchStrategy[dict[str, Any]]:
+    """Fields of a sequence: its tenant, its body and the answers of the body."""
+    bodies = st.sampled_from([(None, 1), ("small", 2), ("large", 9)])
+    tenants = st.sampled_from(["", "one", "other"])
+    return st.builds(lambda tenant, body: {"tenant": tenant, "body": body[0], "answers": body[1]}, tenants, bodies)
 
 
 def compute_nothing(_: Schedule) -> None:

@@ -24,8 +24,8 @@ BATCHES = (
     Headers.REQUEST_FAILED,
 )
 TO_COORDINATOR = {
-    Headers.CONNECT: 1,
-    Headers.REGISTER: 9,
+    Headers.CONNECT: 2,
+    Headers.REGISTER: 10,
     Headers.HEARTBEAT: 2,
     Headers.STATE: 1,
     Headers.SERVICE_STATE: 2,
@@ -45,6 +45,7 @@ TO_COORDINATOR = {
 """The messages that the coordinator accepts, except batches, with their number of arguments."""
 FROM_COORDINATOR = (
     Headers.CONNECT_ACK,
+    Headers.CONNECT_REFUSED,
     Headers.REGISTER_ACK,
     Headers.REGISTER_REFUSED,
     Headers.BEAT,

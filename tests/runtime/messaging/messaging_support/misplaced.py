@@ -11,6 +11,7 @@ from megatron_runtime.headers import Headers
 from megatron_runtime.lifecycle import SIGNALS
 from megatron_runtime.wire import codec
 from megatron_runtime.wire.items import AdapterReport, EngineLoad, Submission
+from megatron_runtime.wire.protocol_version import OWN
 
 uuids = st.binary(min_size=16, max_size=16)
 numbers = st.integers(0, 9)
@@ -50,6 +51,6 @@ of_engines = st.one_of(
 )
 """Messages that only a registered engine may send."""
 registrations = _messages(
-    Headers.REGISTER, numbers, numbers, "x", "RUNNING", True, [], EngineLoad(), "", AdapterReport()
+    Headers.REGISTER, OWN, numbers, numbers, "x", "RUNNING", True, [], EngineLoad(), "", AdapterReport()
 )
-connections = _messages(Headers.CONNECT, numbers)
+connections = _messages(Headers.CONNECT, OWN, numbers)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from anthropic import Anthropic, APIStatusError
@@ -37,21 +38,29 @@ def main() -> None:
     def create(**asked: Any) -> Any:
         return client.messages.create(model="chat", extra_body=GREEDY, **asked)
 
-    whole = create(messages=[FRANCE], system=SYSTEM, max_tokens=12, metadata={"user_id": "someone"})
+    short = {"messages": [FRANCE], "system": SYSTEM, "max_tokens": 12}
     one = {"type": "any", "disable_parallel_tool_use": True}
-    called = create(messages=[ASKED], max_tokens=60, tools=[WEATHER], tool_choice=one)
+    calling = {"messages": [ASKED], "max_tokens": 60, "tools": [WEATHER], "tool_choice": one}
+    begun = [FRANCE, {"role": "assistant", "content": "The capital of"}]
+    with ThreadPoolExecutor(5) as pool:  # The engine answers many requests in little more time than one.
+        asked = {
+            "whole": pool.submit(create, **short, metadata={"user_id": "someone"}),
+            "called": pool.submit(create, **calling),
+            "begun": pool.submit(create, messages=begun, max_tokens=20_000, stop_sequences=["Paris"]),
+        }
+        streamed = {
+            # Claude Code uses the beta version of the client, whose requests have the query beta=true.
+            "streamed": pool.submit(stream, client.beta.messages, **short),
+            "call_streamed": pool.submit(stream, client.messages, **calling),
+        }
+    called = asked["called"].result()
     result = {"type": "tool_result", "tool_use_id": called.content[-1].id, "content": [{"type": "text", "text": "Sun"}]}
     turns = [ASKED, {"role": "assistant", "content": called.content}, {"role": "user", "content": [result]}]
-    begun = [FRANCE, {"role": "assistant", "content": "The capital of"}]
     found = {
-        "whole": whole.to_dict(),
+        **{name: answer.result().to_dict() for name, answer in asked.items()},
+        **{name: answer.result() for name, answer in streamed.items()},
         "counted": client.messages.count_tokens(model="chat", messages=[FRANCE], system=SYSTEM).input_tokens,
-        # Claude Code uses the beta version of the client, whose requests have the query beta=true.
-        "streamed": stream(client.beta.messages, messages=[FRANCE], system=SYSTEM, max_tokens=12),
-        "called": called.to_dict(),
-        "call_streamed": stream(client.messages, messages=[ASKED], max_tokens=60, tools=[WEATHER], tool_choice=one),
         "continued": create(messages=turns, max_tokens=8, tools=[WEATHER]).to_dict(),
-        "begun": create(messages=begun, max_tokens=20_000, stop_sequences=["Paris"]).to_dict(),
         "refusals": [
             refusal(client, model="other"),
             refusal(client, messages=[{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}]),

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 from llama_index.core.llms import ChatMessage
@@ -41,20 +42,26 @@ def main() -> None:
         model="chat", api_base=sys.argv[1], api_key="none", is_chat_model=False, temperature=0, max_tokens=8
     )
     messages = [ChatMessage(role="user", content=FRANCE)]
-    pieces = list(model.stream_chat(messages))
     tool = FunctionTool.from_defaults(weather)
-    called = model.chat_with_tools([tool], user_msg=ASKED, tool_required=True)
+    with ThreadPoolExecutor(6) as pool:  # The engine answers many requests in little more time than one.
+        streaming = pool.submit(lambda: list(model.stream_chat(messages)))
+        calling = pool.submit(model.chat_with_tools, [tool], user_msg=ASKED, tool_required=True)
+        chat = pool.submit(model.chat, messages)
+        completed = pool.submit(completing.complete, "The capital of France is")
+        result = pool.submit(model.predict_and_call, [tool], user_msg=ASKED, tool_required=True)
+        structured = pool.submit(model.as_structured_llm(GetWeather).complete, ASKED)
+    pieces = streaming.result()
     found = {
-        "chat": model.chat(messages).message.content,
+        "chat": chat.result().message.content,
         "streamed": "".join(piece.delta or "" for piece in pieces),
         "pieces": len(pieces),
-        "completed": completing.complete("The capital of France is").text,
+        "completed": completed.result().text,
         "calls": [
             {"name": call.tool_name, "arguments": call.tool_kwargs}
-            for call in model.get_tool_calls_from_response(called)
+            for call in model.get_tool_calls_from_response(calling.result())
         ],
-        "result": str(model.predict_and_call([tool], user_msg=ASKED, tool_required=True)),
-        "structured": model.as_structured_llm(GetWeather).complete(ASKED).raw.model_dump(),
+        "result": str(result.result()),
+        "structured": structured.result().raw.model_dump(),
     }
     print(json.dumps(found))
 

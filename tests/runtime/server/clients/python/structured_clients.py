@@ -1,8 +1,10 @@
 """Uses instructor, pydantic-ai and LiteLLM with an endpoint: `structured_clients.py URL`; prints results as JSON."""
 
+import functools
 import json
 import sys
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import instructor
@@ -80,14 +82,20 @@ def attempted(function: Any, *words: Any) -> str:
 
 
 def main() -> None:
+    """All clients together, because the engine answers many requests in little more time than one."""
     url = sys.argv[1]
     outputs = {"tool": ToolOutput(GetWeather), "native": NativeOutput(GetWeather)}
-    found = {
-        "litellm": by_litellm(url),
-        "instructor": {mode: attempted(by_instructor, url, mode, wanted) for mode, wanted in MODES.items()},
-        "pydantic_ai": {name: attempted(by_pydantic_ai, url, OpenAIChatModel, form) for name, form in outputs.items()},
-        "pydantic_ai_responses": attempted(by_pydantic_ai, url, OpenAIResponsesModel, outputs["tool"]),
-    }
+    with ThreadPoolExecutor(len(MODES) + len(outputs) + 2) as pool:
+        begin = functools.partial(pool.submit, attempted)
+        modes = {mode: begin(by_instructor, url, mode, wanted) for mode, wanted in MODES.items()}
+        chats = {name: begin(by_pydantic_ai, url, OpenAIChatModel, form) for name, form in outputs.items()}
+        responses = begin(by_pydantic_ai, url, OpenAIResponsesModel, outputs["tool"])
+        found = {
+            "litellm": pool.submit(by_litellm, url).result(),
+            "instructor": {mode: answer.result() for mode, answer in modes.items()},
+            "pydantic_ai": {name: answer.result() for name, answer in chats.items()},
+            "pydantic_ai_responses": responses.result(),
+        }
     print(json.dumps(found))
 
 

@@ -1,0 +1,40 @@
+"""What a scheduler may plan, and what it plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """Limits of one forward pass."""
+
+    max_requests: int
+    max_tokens: int
+    block_size_tokens: int
+    chunked_prefill: bool
+    paused_blocks: int = 0
+    """Most blocks of sequences that wait for further ones."""
+    passes_in_flight: int = 1
+    """Most passes in flight; each one computes its share of the sequences."""
+    mask_milliseconds: int = 5
+    """Time for the slow masks of grammars, see `held_back`."""
+
+    def __post_init__(self) -> None:
+        assert self.max_tokens >= self.max_requests, "every running sequence needs at least one token per pass"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One forward pass, and the changes that it needed."""
+
+    slices: list[SequenceSlice]
+    """The slices to compute; the most urgent sequence first."""
+    admitted: list[Sequence]
+    """Sequences that left the queue."""
+    evicted: list[Sequence]
+    """Sequences that lost their blocks and returned to the queue."""
+    paused: list[Sequence]
+    """Sequences that start to wait for a block and keep theirs; the most urgent first."""
