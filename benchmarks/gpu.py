@@ -3,8 +3,9 @@
 Kernels in every type against float64 or the CPU, the bits of a request in several batches, the engine's tokens against
 those of the CPU, and the memory that a suspended engine gives back. With random weights of a Llama-3.1-8B, the speed of
 passes as a share of what this device can do, the time of the engine's steps, and transformers beside it; and the speed
-of passes of a Qwen3-30B-A3B. A whole server: its speed over HTTP, the memory that it gives back, and its answers after
-its rank is killed. Prints one table; exits with 1 if a result is wrong. Needs no network.
+of passes of the same model with matrices or a KV cache in fp8, and of a Qwen3-30B-A3B. A whole server: its speed over
+HTTP, the memory that it gives back, and its answers after its rank is killed. Prints one table; exits with 1 if a
+result is wrong. Needs no network.
 
     python benchmarks/gpu.py                 # or: make gpu
     python benchmarks/gpu.py --dry-run       # or: make gpu-dry; toy sizes, on tensors that only say they are on a GPU
@@ -44,18 +45,32 @@ def main() -> int:
     return report(is_dry, given.only)
 
 
-def report(is_dry: bool, word: str = "") -> int:
-    """Run all checks and measurements with this word in their names, and print them."""
-    from gpu_checks import correctness, engine_speed, mixtures, prompt_steps, server, speed, transformers_speed
+def report(is_dry: bool, word: str = "", without: str | None = None) -> int:
+    """Run all checks and measurements with this word in their names, and not with the other one, and print them."""
+    from gpu_checks import (
+        correctness,
+        engine_speed,
+        float8_cache,
+        float8_weights,
+        mixtures,
+        prompt_steps,
+        server,
+        speed,
+        transformers_speed,
+    )
     from gpu_checks.results import REAL, TOY, device_name, print_results, run
 
     sizes = TOY if is_dry else REAL
     print(f"device: {'none; this is a dry run, whose times say nothing' if is_dry else device_name()}\n")
     rates: dict[int, float] = {}
-    checks = [*correctness.checks(sizes), *mixtures.checks(sizes), *speed.checks(sizes), *prompt_steps.checks(sizes)]
+    checks = [*correctness.checks(sizes), *mixtures.checks(sizes), *float8_weights.checks(sizes)]
+    checks += float8_cache.checks(sizes)
+    checks += [*speed.checks(sizes), *prompt_steps.checks(sizes), *float8_weights.measurements(sizes)]
+    checks += float8_cache.measurements(sizes)
     checks += [*engine_speed.checks(sizes, rates), *transformers_speed.checks(sizes, rates)]
     checks += [*mixtures.measurements(sizes), *server.checks(sizes)]
-    results = [*run((name, check) for name, check in checks if word in name)]
+    chosen = [check for check in checks if word in check[0] and (without is None or without not in check[0])]
+    results = [*run(chosen)]
     print_results(results)
     wrong = [result.name for result in results if result.is_wrong]
     if wrong:

@@ -176,8 +176,8 @@ def small_model(**changes: Any) -> Decoder:
     return model
 
 
-def make_engine(model: Decoder, num_cuda_graphs: int) -> DynamicInferenceEngine:
-    """With a small cache."""
+def make_engine(model: Decoder, num_cuda_graphs: int, **options: Any) -> DynamicInferenceEngine:
+    """With a small cache, and further settings."""
     tokenizer = Tokenizer(byte_backend(), location="bytes", eod=END)
     settings = InferenceConfig(
         kv_cache_memory_bytes=1 << 20,
@@ -185,13 +185,14 @@ def make_engine(model: Decoder, num_cuda_graphs: int) -> DynamicInferenceEngine:
         max_requests=3,
         num_cuda_graphs=num_cuda_graphs,
         cuda_graph_max_tokens=32,
+        **options,
     )
     return DynamicInferenceEngine.build(model, tokenizer, settings)
 
 
-def generate(model: Decoder, params: dict[str, Any], num_cuda_graphs: int = 0) -> list[list[int]]:
+def generate(model: Decoder, params: dict[str, Any], num_cuda_graphs: int = 0, **options: Any) -> list[list[int]]:
     """Tokens of two requests, which a graph pads by one; the prompt of the second is beside a token of the first."""
-    engine = make_engine(model, num_cuda_graphs)
+    engine = make_engine(model, num_cuda_graphs, **options)
     given = {"seed": 7, "num_tokens_to_generate": 4, "ignore_eos": True} | params
     futures = []
     for at in range(2):

@@ -98,20 +98,30 @@ def measure(sizes: Sizes) -> Iterator[Result]:
     gc.collect()  # The model before this one.
     if sizes.has_gpu:
         torch.cuda.empty_cache()
-    bandwidth, flops = copied_bytes_per_second(sizes), products_per_second(sizes)
+    ceilings = copied_bytes_per_second(sizes), products_per_second(sizes)
     sizes = replace(sizes, model=sizes.mixture)
-    model = random_model(sizes)
-    parts = {name: each.numel() * each.element_size() for name, each in model.named_parameters() if "embed" not in name}
-    of_experts = sum(size for name, size in parts.items() if ".networks." in name)
-    dense = sum(parts.values()) - of_experts
-    assert model.head is not None
-    head = model.head.weight.numel() * sizes.dtype.itemsize  # Of one token of a prompt.
+    for result in measure_passes(random_model(sizes), sizes, *ceilings):
+        yield replace(result, name=f"experts: {result.name}")
+
+
+def measure_passes(model: Decoder, sizes: Sizes, bandwidth: float, flops: float) -> Iterator[Result]:
+    """Those of a model with experts, whose matrices may be in fp8."""
     config = model.config.experts
     assert config is not None
-    share = config.per_token / config.count
-    results = [prefill(model, sizes, dense - head + round(share * of_experts), flops)]
+    share, head = config.per_token / config.count, model.head
+    assert head is not None
+    weights = {name: each for name, each in model.named_parameters() if "embed" not in name}
+    multiplied = {name: each.numel() * sizes.dtype.itemsize for name, each in weights.items() if "scales" not in name}
+    of_experts, dense = divided(multiplied)
+    of_head = head.weight.numel() * sizes.dtype.itemsize  # Of one token of a prompt.
+    yield prefill(model, sizes, dense - of_head + round(share * of_experts), flops)
+    of_experts, dense = divided({name: each.numel() * each.element_size() for name, each in weights.items()})
     for requests in sizes.batches:
         needed = dense + round((1 - (1 - share) ** requests) * of_experts)
-        results.append(decode(model, sizes, requests, sizes.contexts[0], needed, bandwidth))
-    for result in results:
-        yield replace(result, name=f"experts: {result.name}")
+        yield decode(model, sizes, requests, sizes.contexts[0], needed, bandwidth)
+
+
+def divided(parts: dict[str, int]) -> tuple[int, int]:
+    """Sums of those of the experts, and of the others."""
+    of_experts = sum(size for name, size in parts.items() if ".networks." in name)
+    return of_experts, sum(parts.values()) - of_experts

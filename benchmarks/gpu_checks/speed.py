@@ -90,18 +90,27 @@ def random_model(sizes: Sizes) -> Decoder:
     return model
 
 
-def decode(model: Decoder, sizes: Sizes, requests: int, context: int, weights: int, bandwidth: float) -> Result:
-    """A pass of single tokens, with greedy sampling, as a CUDA graph; the floor reads weights and cache once."""
+def decode(
+    model: Decoder,
+    sizes: Sizes,
+    requests: int,
+    context: int,
+    weights: int,
+    bandwidth: float,
+    cached: torch.dtype | None = None,
+) -> Result:
+    """A pass of single tokens, with greedy sampling, as a CUDA graph; the floor reads weights and cache once.
+    ``cached`` is the type of keys and values, None: that of the weights."""
     name = f"decode, batch {requests}, context {context}"
     blocks = -(-context // sizes.page)
-    cache_bytes = KVCache.block_bytes(model.config, sizes.page, sizes.dtype) * blocks * requests
+    cache_bytes = KVCache.block_bytes(model.config, sizes.page, cached or sizes.dtype) * blocks * requests
     if sizes.has_gpu:
         torch.cuda.empty_cache()
     if sizes.has_gpu and cache_bytes > SHARE_OF_FREE_MEMORY * torch.cuda.mem_get_info(DEVICE)[0]:
         return Result(name, f"not measured: the cache has {cache_bytes / 1e9:.0f} GB")
     batch, cache = (
         batch_of(sizes, requests, context, 1),
-        KVCache(model.config, blocks * requests, sizes.page, sizes.dtype, DEVICE),
+        KVCache(model.config, blocks * requests, sizes.page, cached or sizes.dtype, DEVICE),
     )
 
     def work() -> None:
@@ -115,11 +124,11 @@ def decode(model: Decoder, sizes: Sizes, requests: int, context: int, weights: i
     return Result(name, f"{words}, {floor / took:.0%} of the floor")
 
 
-def prefill(model: Decoder, sizes: Sizes, weights: int, flops: float) -> Result:
+def prefill(model: Decoder, sizes: Sizes, weights: int, flops: float, cached: torch.dtype | None = None) -> Result:
     """One prompt; only the products with weights are counted."""
     blocks = -(-sizes.prompt // sizes.page)
     batch = batch_of(sizes, 1, sizes.prompt, sizes.prompt)
-    cache = KVCache(model.config, blocks, sizes.page, sizes.dtype, DEVICE)
+    cache = KVCache(model.config, blocks, sizes.page, cached or sizes.dtype, DEVICE)
     took = seconds(lambda: logits_of(model, batch, cache), sizes)
     rate = 2 * weights / sizes.dtype.itemsize * sizes.prompt / took
     words = f"{took * 1e3:.4g} ms, {sizes.prompt / took:.4g} tokens/s, {rate / flops:.0%} of the ceiling"

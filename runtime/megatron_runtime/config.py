@@ -23,6 +23,7 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 
+KV_CACHE_DTYPES = ("auto", "fp8")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 SAMPLING_BACKENDS = ("torch", "flashinfer")
 CUDA_SHARE = 0.9
@@ -92,6 +93,8 @@ class InferenceConfig(UnavailableSettings):
     """Size of the KV pool in GiB; None means 20 on a GPU and 2 on a CPU."""
     kv_cache_memory_bytes: int | None = None
     """Size of the KV pool in bytes; overrides ``buffer_size_gb``."""
+    kv_cache_dtype: str = "auto"
+    """"fp8": keys and values are rounded to E4M3, on a GPU, which halves their memory; "auto": the dtype."""
     paused_buffer_size_gb: float | None = None
     """GiB of the pool that requests may keep while they wait for a further block; beyond it they are evicted and
     computed again later. None means 0."""
@@ -205,6 +208,7 @@ class InferenceConfig(UnavailableSettings):
         self.cuda_graph_sizing_distribution = _member(
             CudaGraphSizingDistribution, self, "cuda_graph_sizing_distribution"
         )
+        self._require_one_of("kv_cache_dtype", KV_CACHE_DTYPES)
         self._require_one_of("logprobs_mode", LOGPROBS_MODES)
         self._require_one_of("sampling_backend", SAMPLING_BACKENDS)
         if self.sampling_backend == "flashinfer":
@@ -214,8 +218,8 @@ class InferenceConfig(UnavailableSettings):
     def _check_numbers(self) -> None:
         check_routing_alpha(self.prefix_caching_routing_alpha)
         check_state_memory(self.mamba_memory_ratio, self.prefix_caching_mamba_gb)
-        self._require_whole("block_size_tokens")
-        for name in ("cuda_graph_max_tokens", "max_loras", "max_lora_rank", "grammar_cache_bytes"):
+        whole = ("block_size_tokens", "cuda_graph_max_tokens", "max_loras", "max_lora_rank", "grammar_cache_bytes")
+        for name in whole:
             self._require_whole(name)
         if self.num_cuda_graphs not in (None, 0, -1) or isinstance(self.num_cuda_graphs, bool | float):
             self._require_whole("num_cuda_graphs", "None, 0, -1 for all sizes, or a whole number of at least 1")
@@ -230,11 +234,9 @@ class InferenceConfig(UnavailableSettings):
                 "for example num_speculative_tokens=4",
                 field="num_speculative_tokens",
             )
-        for name in ("buffer_size_gb", "request_timeout"):
-            if getattr(self, name) is not None:
+        for name in ("buffer_size_gb", "request_timeout", "paused_buffer_size_gb"):
+            if getattr(self, name) is not None and (getattr(self, name) or name != "paused_buffer_size_gb"):
                 self._require_positive(name)
-        if self.paused_buffer_size_gb:
-            self._require_positive("paused_buffer_size_gb")
         if self.max_tokens is not None and self.max_requests is not None and self.max_tokens < self.max_requests:
             raise ConfigurationError(
                 f"max_tokens={self.max_tokens} is less than max_requests={self.max_requests}: a forward pass carries "
@@ -263,10 +265,8 @@ class InferenceConfig(UnavailableSettings):
                 field="metrics_writer",
             )
         if self.logging_step_interval == 0:
-            raise ConfigurationError(
-                "metrics_writer has no effect with logging_step_interval=0; set logging_step_interval",
-                field="metrics_writer",
-            )
+            reason = "has no effect with logging_step_interval=0; set logging_step_interval"
+            raise ConfigurationError(f"metrics_writer {reason}", field="metrics_writer")
 
     def pool_bytes(self, device_type: str) -> int:
         """Size of the KV pool in bytes on a device of this type ("cpu", "cuda")."""

@@ -114,6 +114,7 @@ def _build_engine(link: ParentLink, options: RankOptions, plan: RankPlan) -> Dyn
                 check_finite=options.engine.check_finite,
                 ranks=ranks,
                 block_size_tokens=options.engine.block_size_tokens,
+                kv_cache_dtype=options.engine.kv_cache_dtype,
             )
             draft = load_draft_model(
                 options.engine, tokenizer.result(), device=device, max_sequence_length=plan.max_sequence_length
@@ -206,6 +207,7 @@ def _inference_config(engine: EngineOptions, plan: RankPlan) -> InferenceConfig:
 
     return InferenceConfig(
         block_size_tokens=engine.block_size_tokens,
+        kv_cache_dtype=engine.kv_cache_dtype,
         max_requests=engine.max_requests,
         num_cuda_graphs=_num_cuda_graphs(engine),
         batch_invariant=engine.batch_invariant,

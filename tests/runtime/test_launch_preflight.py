@@ -66,9 +66,8 @@ def refusal(options: LaunchOptions) -> str | None:
             "--quantized-weights int8: use one of expand, keep",
         ),
         (
-            {"engine": EngineOptions(quantized_weights="keep", device="cuda")},
-            "--quantized-weights keep: only a CPU computes with quantized weights, in bfloat16 or float32, but the "
-            "device is cuda and the dtype auto",
+            {"engine": EngineOptions(quantized_weights="keep", dtype="float16")},
+            "--quantized-weights keep: a CPU computes with quantized weights in bfloat16 or float32, but the dtype is",
         ),
         ({"engine": EngineOptions(device="tpu")}, "--device tpu: use one of cpu, cuda"),
         ({"engine": EngineOptions(block_size_tokens=0)}, "--block-size-tokens 0: must be at least 1"),

@@ -30,6 +30,7 @@ from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.forward_batch import AdapterRows, ForwardBatch
 from megatron_runtime.model.hidden_pool import HiddenPool
+from megatron_runtime.model.kernels.gpu_attention import cache_dtype
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.sampling_params import SamplingParams
@@ -63,7 +64,7 @@ class DynamicInferenceContext:
         model_config: The sizes of the model. With the TransformerConfig of a live GPTModel, which lacks some of them,
             the memory is allocated when the engine is created, with the model's own type and device.
         inference_config: The limits of memory, requests and tokens.
-        dtype: Type of keys and values.
+        dtype: Type of the weights, and of keys and values unless the configuration says otherwise.
         device: The device of the model.
         shard: This rank's part of the model; None: the whole model. All ranks have the limits of the largest part.
 
@@ -102,6 +103,7 @@ class DynamicInferenceContext:
 
     def _allocate(self, model_config: ModelConfig, dtype: torch.dtype, device: torch.device, shard: Shard) -> None:
         self.device = device
+        dtype = cache_dtype(self.config.kv_cache_dtype, model_config, dtype, device)
         check_drafts(model_config, self.config)
         self.has_states = model_config.recurrent is not None
         """Whether each row is the slot of the recurrent states of a sequence."""

@@ -9,6 +9,7 @@ from torch import nn
 from megatron_runtime.engine.context import DynamicInferenceContext
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.kv_cache import FLOAT8
 from megatron_runtime.model.megatron import from_megatron, is_megatron_model
 from megatron_runtime.model.tokenizer import Tokenizer
 
@@ -45,7 +46,7 @@ class GPTInferenceWrapper:
         context = self.inference_context
         if context is not None and context.is_allocated:
             cache = context.kv_cache
-            if (cache.dtype, cache.device.type) != (model.dtype, model.device.type):
+            if cache.dtype not in (model.dtype, FLOAT8) or cache.device.type != model.device.type:
                 raise ConfigurationError(
                     f"inference_context has keys and values of {cache.dtype} on {cache.device}, but the model computes "
                     f"{model.dtype} on {model.device}; create it with dtype=model.dtype and device=model.device",

@@ -24,6 +24,7 @@ from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.device_memory import format_gibibytes, naming_device_memory
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.hidden_pool import HiddenPool
+from megatron_runtime.model.kernels.gpu_attention import cache_dtype
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.routing_tape import RoutingTape
 
@@ -42,22 +43,25 @@ def measure_kv_cache_memory(controller: TextGenerationController, config: Infere
     device = controller.model.device
     limits = largest_limits(controller, config)
     with naming_device_memory("in a pass of the largest size", device):
-        largest = _bytes_of_pass(controller, limits, records_routing=config.moe_enable_routing_replay)
+        cached = cache_dtype(config.kv_cache_dtype, controller.model.config, controller.model.dtype, device)
+        largest = _bytes_of_pass(controller, limits, cached, records_routing=config.moe_enable_routing_replay)
         if captured := limits_of_graphs(config, limits):
-            largest += _bytes_of_pass(controller, captured) + buffer_bytes(captured, controller.model.config.vocab_size)
+            largest += _bytes_of_pass(controller, captured, cached) + buffer_bytes(
+                captured, controller.model.config.vocab_size
+            )
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return share_for_kv_cache(free, total, largest)
 
 
 def _bytes_of_pass(
-    controller: TextGenerationController, limits: ContextLimits, *, records_routing: bool = False
+    controller: TextGenerationController, limits: ContextLimits, cached: torch.dtype, *, records_routing: bool = False
 ) -> int:
     device = controller.model.device
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    run_largest_pass(controller, limits, records_routing=records_routing)
+    run_largest_pass(controller, limits, cached, records_routing=records_routing)
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
 
@@ -86,7 +90,7 @@ def largest_limits(controller: TextGenerationController, config: InferenceConfig
     return ContextLimits.derive(
         model.shard.largest_cache_config,
         replace(config, kv_cache_memory_bytes=_ANY_SIZE),
-        dtype=model.dtype,
+        dtype=cache_dtype(config.kv_cache_dtype, model.config, model.dtype, model.device),
         device_type=model.device.type,
     )
 
@@ -104,9 +108,14 @@ def limits_of_graphs(config: InferenceConfig, limits: ContextLimits) -> ContextL
 
 @torch.inference_mode()
 def run_largest_pass(
-    controller: TextGenerationController, limits: ContextLimits, *, records_routing: bool = False
+    controller: TextGenerationController,
+    limits: ContextLimits,
+    cached: torch.dtype | None = None,
+    *,
+    records_routing: bool = False,
 ) -> None:
-    """Run a pass with as many requests and tokens as the limits allow, and sample with all features.
+    """Run a pass with as many requests and tokens as the limits allow, and sample with all features; ``cached`` is the
+    type of keys and values, None: that of the weights.
 
     Most requests have one token. The last ones have the rest of the tokens, at the end of the longest contexts. All
     of them share a few blocks, so the pass needs no KV cache of its size. Log probabilities of whole prompts, and
@@ -115,7 +124,7 @@ def run_largest_pass(
     model = controller.model
     blocks = -(-limits.max_tokens // limits.block_size_tokens)
     cache = KVCache(
-        *(model.shard.cache_config, min(blocks, 64), limits.block_size_tokens, model.dtype, model.device),
+        *(model.shard.cache_config, min(blocks, 64), limits.block_size_tokens, cached or model.dtype, model.device),
         num_states=limits.max_requests,
     )
     batch = _largest_batch(limits, cache.num_blocks, model.device)

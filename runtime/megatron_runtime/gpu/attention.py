@@ -36,8 +36,8 @@ class TileSizes:
     stages: int
 
 
-def tile_sizes(capability: int, width: int, element_bytes: int) -> TileSizes:
-    """For `attend_tiles`, by compute capability and padded width of a head.
+def tile_sizes(capability: int, width: int, element_bytes: int, *, is_float8: bool = False) -> TileSizes:
+    """For `attend_tiles`, by compute capability and padded width of a head, and whether the cache is in fp8.
 
     Chosen so that nothing spills to local memory; in 16 bits for data center GPUs from Hopper on, the fastest of those
     that were measured on an H200. With wide heads, a few bytes of a faster kernel spill there.
@@ -47,7 +47,7 @@ def tile_sizes(capability: int, width: int, element_bytes: int) -> TileSizes:
     if has_large_shared_memory(capability):
         if width <= 64:
             return TileSizes(rows=128, keys=64, warps=4, stages=3)
-        return TileSizes(rows=128, keys=128 if width <= 128 else 64, warps=8, stages=2)
+        return TileSizes(rows=128, keys=128 if width <= 128 and not is_float8 else 64, warps=8, stages=2)
     return TileSizes(64, 32, 4 if width <= 128 else 8, 2)
 
 
@@ -144,7 +144,12 @@ class SplitResults:
 
 def can_attend(num_arrays: int, width: int, dtype: torch.dtype) -> bool:
     """Whether these kernels support a cache of as many arrays a layer, of this width and type."""
-    return num_arrays == 2 and width <= WIDEST and dtype in (torch.float32, torch.float16, torch.bfloat16)
+    types = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+    return num_arrays == 2 and width <= WIDEST and dtype in types
+
+
+FIRST_WITH_FLOAT8 = 89
+"""The first compute capability with instructions for a cache in E4M3."""
 
 
 def attend(
@@ -165,7 +170,8 @@ def attend(
     Args:
         heads: [T, query heads + 2 * key heads, width], contiguous.
         rotation: Cosines and sines [T, 1, rotated channels] in the type of the heads.
-        cache: Keys and values, each [blocks, key heads, tokens of a block, width], with equal strides.
+        cache: Keys and values, each [blocks, key heads, tokens of a block, width], with equal strides; uint8: the bits
+            of E4M3.
         batch: The tables.
         window: Most tokens that a query sees, its own included; None: all.
         soft_cap: As in AttentionPlan, also ``sinks`` and ``is_chunked``.
@@ -215,7 +221,8 @@ def _attend_tiles(
     kv_heads, page, width = keys.shape[1:]
     heads, requests = queries.shape[1], len(batch.context_lengths)
     group = power_of_two(heads // kv_heads)
-    sizes = tile_sizes(capability(queries), power_of_two(width), queries.element_size())
+    is_float8 = keys.dtype is torch.uint8
+    sizes = tile_sizes(capability(queries), power_of_two(width), queries.element_size(), is_float8=is_float8)
     block_q = max(sizes.rows // group, 1)
     launch(
         attend_tiles,

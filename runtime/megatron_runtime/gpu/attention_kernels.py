@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_runtime.gpu.float8_kernels import as_cached, numbers_of
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -99,13 +101,14 @@ def attend_block(
     else:
         block_keys = tl.load(keys + at)
         block_values = tl.load(values + at)
-    scores = limited(tl.dot(mine, tl.trans(block_keys), input_precision="ieee"), scale, soft_cap, CAPPED)
+    products = tl.dot(mine, tl.trans(numbers_of(block_keys, mine)), input_precision="ieee")
+    scores = limited(products, scale, soft_cap, CAPPED)
     if MASKED:
         seen = inside[None, :] & (key[None, :] <= position[:, None])
         if WINDOWED:
             seen = seen & (key[None, :] >= first_key(position, window, CHUNKED)[:, None])
         scores = tl.where(seen, scores, float("-inf"))
-    return softmax_step(state, scores, score_factor(scale, CAPPED), block_values)
+    return softmax_step(state, scores, score_factor(scale, CAPPED), numbers_of(block_values, mine))
 
 
 @triton.jit
@@ -182,8 +185,7 @@ def attend_tiles(
         return
     context = tl.load(context_lengths + request)
     places = tl.arange(0, BLOCK_Q * GROUP_PAD)
-    row = first + places // GROUP_PAD
-    member = places % GROUP_PAD
+    row, member = first + places // GROUP_PAD, places % GROUP_PAD
     channel = tl.arange(0, WIDTH_PAD)
     exists = ((row < count) & (member < GROUP))[:, None] & (channel < WIDTH)[None, :]
     address = ((start + row).to(tl.int64) * HEADS + kv_head * GROUP + member)[:, None] * WIDTH + channel[None, :]
@@ -342,7 +344,7 @@ def rotate_and_store(
         at = slot // PAGE * block_stride + kv_head.to(tl.int64) * head_stride + (slot % PAGE) * WIDTH
         place = at[:, None] + channel[None, :]
         is_value = (head >= QUERY_HEADS + KV_HEADS)[:, None]
-        tl.store(keys + place, turned.to(keys.dtype.element_ty), mask=exists & ~is_query & ~is_value)
-        tl.store(values + place, given.to(values.dtype.element_ty), mask=exists & is_value)
+        tl.store(keys + place, as_cached(turned, keys), mask=exists & ~is_query & ~is_value)
+        tl.store(values + place, as_cached(given, values), mask=exists & is_value)
     else:
         tl.store(output + target, tl.zeros_like(given), mask=exists & is_query)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from megatron_runtime.gpu.float8_kernels import weights_of
 from megatron_runtime.gpu.row_kernels import activated
 
 SMALLEST_SUM = tl.constexpr(1e-20)
@@ -139,10 +140,15 @@ def matrix_of(matrices, offsets, expert):
 
 @triton.jit
 def product(
-    rows, is_row, channels, is_channel,
-    SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    rows, is_row, channels, is_channel, scales, like,
+    SIZE: tl.constexpr, HEIGHT: tl.constexpr, GROUP: tl.constexpr, EXPONENT: tl.constexpr, IS_NATIVE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BLOCK_M, BLOCK_N]: sums over SIZE elements of ``rows`` and ``channels``, which point to their starts."""
+    """float32 [BLOCK_M, BLOCK_N]: sums over SIZE elements of ``rows`` and ``channels``, which point to their starts.
+
+    EXPONENT: 0, or that of the codes in ``channels``, as in `weights_of`. Then ``scales`` points to the first one of
+    each channel; that of the next GROUP elements is HEIGHT numbers behind it.
+    """
     inner = tl.arange(0, BLOCK_K)
     summed = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for at in range(0, SIZE, BLOCK_K):
@@ -152,7 +158,15 @@ def product(
             channel_exists = channel_exists & (at + inner < SIZE)[:, None]
         one = tl.load(rows[:, None] + (at + inner)[None, :], mask=row_exists, other=0.0)
         other = tl.load(channels[None, :] + (at + inner)[:, None], mask=channel_exists, other=0.0)
-        summed = tl.dot(one, other, summed, input_precision="ieee")
+        if EXPONENT > 0:
+            other = weights_of(other, like, EXPONENT, IS_NATIVE)
+        if EXPONENT > 0 and GROUP < SIZE:
+            scale = tl.load(scales + (at // GROUP) * HEIGHT, mask=is_channel, other=0.0)
+            summed += tl.dot(one, other, input_precision="ieee") * scale[None, :]
+        else:
+            summed = tl.dot(one, other, summed, input_precision="ieee")
+    if EXPONENT > 0 and GROUP >= SIZE:
+        summed *= tl.load(scales, mask=is_channel, other=0.0)[None, :]
     return summed
 
 
@@ -192,15 +206,18 @@ def combined(widened, like, alpha, limit, ACTIVATION: tl.constexpr, CLAMPED: tl.
 
 @triton.jit(do_not_specialize=["first"])
 def widen_visits(
-    output, hidden, chosen, order, starts, first, matrices, offsets, biases, bias_offsets, alpha, limit,
+    output, hidden, chosen, order, starts, first, matrices, offsets, scales, scale_offsets, biases, bias_offsets,
+    alpha, limit,
     COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, SINGLE: tl.constexpr, PER_TOKEN: tl.constexpr, SIZE: tl.constexpr,
-    CHANNELS: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, ACTIVATION: tl.constexpr,
-    CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    CHANNELS: tl.constexpr, GROUP: tl.constexpr, EXPONENT: tl.constexpr, IS_NATIVE: tl.constexpr, GATED: tl.constexpr,
+    BIASED: tl.constexpr, ACTIVATION: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The first product of experts, and the activation. Grid: [channels of a matrix / BLOCK_N, tiles].
 
     ``hidden`` is [T, SIZE]; ``output`` gets [visits, CHANNELS] in the order by expert. ``matrices`` and ``biases`` of
     an expert are [CHANNELS, SIZE] and [CHANNELS], at its offset; GATED: of twice as many channels, gates first.
+    ``scales`` are those of `product`.
     """
     expert, start, stop = visits_of_tile(chosen, starts, tl.program_id(1), first, COUNT, COUNT_PAD, SINGLE, BLOCK_M)
     if start >= stop:
@@ -214,7 +231,12 @@ def widen_visits(
         channel, is_channel = column // 2 + (column % 2) * CHANNELS, column < 2 * CHANNELS
     matrix = matrix_of(matrices, offsets, expert)
     rows, channels = hidden + token.to(tl.int64) * SIZE, matrix + channel.to(tl.int64) * SIZE
-    widened = product(rows, is_visit, channels, is_channel, SIZE, BLOCK_M, BLOCK_N, BLOCK_K)
+    scale = scales + tl.load(scale_offsets + expert) + channel
+    HEIGHT: tl.constexpr = CHANNELS * 2 if GATED else CHANNELS
+    widened = product(
+        rows, is_visit, channels, is_channel, scale, hidden, SIZE, HEIGHT, GROUP, EXPONENT, IS_NATIVE,
+        BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
     if BIASED:
         widened += bias_of(biases, bias_offsets, expert, channel, is_channel)[None, :]
     widened = rounded(widened, hidden)
@@ -230,8 +252,9 @@ def widen_visits(
 
 @triton.jit(do_not_specialize=["first"])
 def narrow_visits(
-    output, inputs, chosen, order, starts, first, matrices, offsets, biases, bias_offsets,
+    output, inputs, chosen, order, starts, first, matrices, offsets, scales, scale_offsets, biases, bias_offsets,
     COUNT: tl.constexpr, COUNT_PAD: tl.constexpr, SINGLE: tl.constexpr, SIZE: tl.constexpr, CHANNELS: tl.constexpr,
+    GROUP: tl.constexpr, EXPONENT: tl.constexpr, IS_NATIVE: tl.constexpr,
     BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The second product of experts. Grid: [CHANNELS / BLOCK_N, tiles].
@@ -247,7 +270,11 @@ def narrow_visits(
     is_channel = channel < CHANNELS
     matrix = matrix_of(matrices, offsets, expert)
     rows, channels = inputs + place.to(tl.int64) * SIZE, matrix + channel.to(tl.int64) * SIZE
-    result = product(rows, is_visit, channels, is_channel, SIZE, BLOCK_M, BLOCK_N, BLOCK_K)
+    scale = scales + tl.load(scale_offsets + expert) + channel
+    result = product(
+        rows, is_visit, channels, is_channel, scale, inputs, SIZE, CHANNELS, GROUP, EXPONENT, IS_NATIVE,
+        BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
     if BIASED:
         result += bias_of(biases, bias_offsets, expert, channel, is_channel)[None, :]
     target = output + visit.to(tl.int64)[:, None] * CHANNELS + channel[None, :]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron_runtime.gpu.expert_kernels import narrow_visits, route_rows, sort_visits, sum_visits, widen_visits
+from megatron_runtime.gpu.float8 import FIRST_NATIVE
 from megatron_runtime.gpu.launch import capability, launch, power_of_two
 from megatron_runtime.gpu.rows import ACTIVATIONS
 
@@ -42,8 +43,9 @@ class ProductSizes:
     stages: int
 
 
-def product_sizes(capability: int, rows: int, element_bytes: int) -> ProductSizes:
-    """For `widen_visits` and `narrow_visits`, by compute capability and by one of TILE_ROWS.
+def product_sizes(capability: int, rows: int, element_bytes: int, *, is_float8: bool = False) -> ProductSizes:
+    """For `widen_visits` and `narrow_visits`, by compute capability and by one of TILE_ROWS, and whether the matrices
+    are in fp8.
 
     Chosen so that nothing spills to local memory; how fast they are is unknown.
     """
@@ -53,7 +55,8 @@ def product_sizes(capability: int, rows: int, element_bytes: int) -> ProductSize
         return ProductSizes(rows=16, columns=64, inner=128, warps=4, stages=4 if capability >= 90 else 3)
     if rows == 64:
         return ProductSizes(rows=64, columns=128, inner=64, warps=4, stages=3)
-    return ProductSizes(rows=128, columns=256 if capability == 90 else 128, inner=64, warps=8, stages=3)
+    is_wide = capability == 90 and not is_float8
+    return ProductSizes(rows=128, columns=256 if is_wide else 128, inner=64, warps=8, stages=3)
 
 
 def tile_rows(visits: int, experts: int) -> int:
@@ -78,13 +81,40 @@ class ScatteredTensors:
 
 
 @dataclass(frozen=True)
+class ScatteredMatrices:
+    """The matrices of experts."""
+
+    tensors: ScatteredTensors
+    """In fp8 the codes, uint8."""
+    scales: ScatteredTensors | None = None
+    """Of matrices in fp8, as in `float8.Float8Weights`."""
+    group: int = 0
+    exponent: int = 0
+
+    def sizes(self, inputs: Tensor, rows: int) -> tuple[ProductSizes, dict[str, int | bool]]:
+        """Those of a product with tiles of ``rows`` rows, and the constants of the scales."""
+        arch, is_float8 = capability(inputs), self.scales is not None
+        sizes = product_sizes(arch, rows, inputs.element_size(), is_float8=is_float8)
+        if is_float8 and self.group < inputs.shape[1]:
+            sizes = replace(sizes, inner=min(sizes.inner, self.group & -self.group))
+        scales = {"GROUP": self.group, "EXPONENT": self.exponent, "IS_NATIVE": is_float8 and arch >= FIRST_NATIVE}
+        return sizes, scales
+
+    @property
+    def arguments(self) -> tuple[Tensor, ...]:
+        """Of both kernels of products."""
+        scales = self.scales or self.tensors
+        return self.tensors.first, self.tensors.offsets, scales.first, scales.offsets
+
+
+@dataclass(frozen=True)
 class ExpertNetworks:
     """Feed-forward networks of equal shapes."""
 
-    gate_up: ScatteredTensors
-    """Matrices [channels, hidden]; with gates [2 * channels, hidden], gates first."""
-    down: ScatteredTensors
-    """Matrices [hidden, channels]."""
+    gate_up: ScatteredMatrices
+    """[channels, hidden]; with gates [2 * channels, hidden], gates first."""
+    down: ScatteredMatrices
+    """[hidden, channels]."""
     gate_up_biases: ScatteredTensors | None
     down_biases: ScatteredTensors | None
     is_gated: bool
@@ -94,12 +124,12 @@ class ExpertNetworks:
     """Alpha and limit of `ClampedGate`, which replaces the activation."""
 
     def __len__(self) -> int:
-        return len(self.gate_up.offsets)
+        return len(self.gate_up.tensors.offsets)
 
     @property
     def channels(self) -> int:
         """Between the products."""
-        return self.down.first.shape[1]
+        return self.down.tensors.first.shape[1]
 
 
 @dataclass(frozen=True)
@@ -248,16 +278,16 @@ def _sorted(chosen: Tensor, first: int, count: int) -> _Visits:
 
 def _widened(inputs: Tensor, visits_per_row: int, visits: _Visits, networks: ExpertNetworks, rows: int) -> Tensor:
     """[visits, channels], by expert."""
-    sizes = product_sizes(capability(inputs), rows, inputs.element_size())
+    sizes, scales = networks.gate_up.sizes(inputs, rows)
     output = inputs.new_empty(len(visits.order), networks.channels)
     columns = networks.channels * (2 if networks.is_gated else 1)
     alpha, limit = networks.clamped or (0.0, 0.0)
-    matrices, biases = networks.gate_up, networks.gate_up_biases or networks.gate_up
+    biases = networks.gate_up_biases or networks.gate_up.tensors
     launch(
         widen_visits,
         (-(-columns // sizes.columns), _tiles(visits, len(networks), sizes)),
         (
-            *(output, inputs, *visits.arguments, matrices.first, matrices.offsets, biases.first, biases.offsets),
+            *(output, inputs, *visits.arguments, *networks.gate_up.arguments, biases.first, biases.offsets),
             *(float(alpha), float(limit)),
         ),
         PER_TOKEN=visits_per_row,
@@ -267,6 +297,7 @@ def _widened(inputs: Tensor, visits_per_row: int, visits: _Visits, networks: Exp
         BIASED=networks.gate_up_biases is not None,
         ACTIVATION=ACTIVATIONS[networks.activation],
         CLAMPED=networks.clamped is not None,
+        **scales,
         **_constants(visits, len(networks), sizes),
     )
     return output
@@ -274,16 +305,17 @@ def _widened(inputs: Tensor, visits_per_row: int, visits: _Visits, networks: Exp
 
 def _narrowed(inputs: Tensor, size: int, visits: _Visits, networks: ExpertNetworks, rows: int) -> Tensor:
     """[visits, size], by token."""
-    sizes = product_sizes(capability(inputs), rows, inputs.element_size())
+    sizes, scales = networks.down.sizes(inputs, rows)
     output = inputs.new_empty(len(visits.order), size)
-    matrices, biases = networks.down, networks.down_biases or networks.down
+    biases = networks.down_biases or networks.down.tensors
     launch(
         narrow_visits,
         (-(-size // sizes.columns), _tiles(visits, len(networks), sizes)),
-        (output, inputs, *visits.arguments, matrices.first, matrices.offsets, biases.first, biases.offsets),
+        (output, inputs, *visits.arguments, *networks.down.arguments, biases.first, biases.offsets),
         SIZE=networks.channels,
         CHANNELS=size,
         BIASED=networks.down_biases is not None,
+        **scales,
         **_constants(visits, len(networks), sizes),
     )
     return output

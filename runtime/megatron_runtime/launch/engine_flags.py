@@ -37,9 +37,9 @@ class EngineFlags:
     quantized_weights: Annotated[
         str,
         typer.Option(
-            help="expand: convert them to the dtype. keep: compute with those of GGUF files, and of int4 and int8 in"
-            " safetensors, as they are, on a CPU, which is faster and takes less memory, but rounds the inputs of"
-            " products to int8."
+            help="expand: convert them to the dtype. keep: compute with them as they are, which takes less memory. On a"
+            " CPU, those of GGUF files, and int4 and int8 in safetensors, which is faster, but rounds the inputs of"
+            " products to int8; on a GPU, fp8 in safetensors, without rounding inputs."
         ),
     ] = EngineOptions.quantized_weights
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = EngineOptions.device
@@ -63,6 +63,13 @@ class EngineFlags:
             " weights and the largest pass leave."
         ),
     ] = None
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            help="Keys and values. auto: the dtype. fp8: rounded to E4M3, which halves their memory, on a GPU of"
+            " compute capability 8.9 or newer."
+        ),
+    ] = EngineOptions.kv_cache_dtype
     device_memory: Annotated[
         str | None,
         typer.Option(help="Memory of each GPU, like 80Gi, for the check before the start. Default: as of nvidia-smi."),

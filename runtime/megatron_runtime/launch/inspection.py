@@ -140,7 +140,7 @@ def _facts_about(path: Path, engine: EngineOptions) -> CheckpointFacts:
     summary = inspect_checkpoint(path)
     config = summary.config
     shard = Shard(config, engine.sizes.position(0))  # raises if the model can't be divided so
-    kept = kept_weights(shard, summary.source) if engine.keeps_quantized else KeptWeights()
+    kept = kept_weights(shard, summary.source, engine.kept_kind)
     has_copy = config.tie_word_embeddings and not kept.has_embedding
     return CheckpointFacts(
         path=str(path),

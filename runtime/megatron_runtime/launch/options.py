@@ -13,7 +13,7 @@ from megatron_runtime.launch.lora_modules import check_modules
 from megatron_runtime.launch.routing_policy import ROUTING_POLICIES, check_routing_policy
 from megatron_runtime.model.cache_layout import StateMemory
 from megatron_runtime.model.formats.checkpoint_path import model_name
-from megatron_runtime.model.formats.quantized_weights import keeps_quantized
+from megatron_runtime.model.formats.quantized_weights import KeptKind, kept_kind
 from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.timeouts import RENDEZVOUS_TIMEOUT
 from megatron_runtime.processes.supervisor import HANG_SECONDS, RESET_SECONDS
@@ -66,6 +66,7 @@ class EngineOptions:
     max_sequence_length: int | None = None
     block_size_tokens: int = 16
     kv_cache_bytes: int | None = None
+    kv_cache_dtype: str = InferenceConfig.kv_cache_dtype
     device_memory_bytes: int | None = None
     """Memory of each GPU, for the preflight; None: as nvidia-smi reports."""
     max_requests: int | None = None
@@ -94,9 +95,9 @@ class EngineOptions:
     expert_parallel: int = 1
 
     @property
-    def keeps_quantized(self) -> bool:
-        """Whether matrices that the checkpoint stores quantized stay so; ConfigurationError names the flag."""
-        return keeps_quantized(self.quantized_weights, self.dtype, self.device, "--quantized-weights")
+    def kept_kind(self) -> KeptKind:
+        """Which matrices that the checkpoint stores quantized stay so; ConfigurationError names the flag."""
+        return kept_kind(self.quantized_weights, self.dtype, self.device, "--quantized-weights")
 
     @property
     def state_memory(self) -> StateMemory:
@@ -117,7 +118,8 @@ class EngineOptions:
     @property
     def of_draft_model(self) -> EngineOptions:
         """The same for the draft model, which is whole on each rank."""
-        return replace(self, tensor_parallel=1, pipeline_parallel=1, expert_parallel=1, speculative_draft_model=None)
+        whole = replace(self, tensor_parallel=1, pipeline_parallel=1, expert_parallel=1, kv_cache_dtype="auto")
+        return replace(whole, speculative_draft_model=None)
 
     @property
     def ranks_per_replica_group(self) -> int:
@@ -226,7 +228,7 @@ class LaunchOptions:
     def _check_choices(self) -> None:
         _one_of("--dtype", self.engine.dtype, DTYPES)
         _one_of("--device", self.engine.device, DEVICES)
-        _ = self.engine.keeps_quantized
+        _ = self.engine.kept_kind
         _one_of("--kv-cache-management", self.engine.kv_cache_management, KV_CACHE_MANAGEMENTS)
         _one_of("--logprobs-mode", self.engine.logprobs_mode, LOGPROBS_MODES)
         _one_of("--routing-policy", self.routing_policy, ROUTING_POLICIES)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 
-from megatron_runtime.config import CUDA_SHARE, CUDA_TOKENS_PER_PASS, DEFAULT_MAX_REQUESTS, SAME_VOCABULARY
+from megatron_runtime.config import (
+    CUDA_SHARE,
+    CUDA_TOKENS_PER_PASS,
+    DEFAULT_MAX_REQUESTS,
+    KV_CACHE_DTYPES,
+    SAME_VOCABULARY,
+)
 from megatron_runtime.cpu_features import has_bfloat16
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.inspection import CheckpointFacts
@@ -87,6 +93,7 @@ def _plan(
             f"--num-speculative-tokens {engine.num_speculative_tokens}: {facts.architecture} {NO_DRAFTS}; use 0, "
             "or omit it"
         )
+    _check_cache_dtype(engine, facts)
     weights = _weight_bytes(engine, facts)
     length = engine.max_sequence_length or facts.longest
     if engine.device != "cpu":
@@ -102,6 +109,23 @@ def _plan(
             "use a smaller cache, a smaller --dtype or fewer replica groups, or give the pod more memory"
         )
     return EnginePlan(_length(options, facts, cache, length), cache, weights)
+
+
+def _check_cache_dtype(engine: EngineOptions, facts: CheckpointFacts) -> None:
+    """A rank also checks its GPU."""
+    obstacle = None
+    if engine.kv_cache_dtype == "auto":
+        return
+    if engine.kv_cache_dtype not in KV_CACHE_DTYPES:
+        listed = ", ".join(KV_CACHE_DTYPES)
+        raise ConfigurationError(f"--kv-cache-dtype {engine.kv_cache_dtype}: use one of {listed}")
+    if engine.device == "cpu":
+        obstacle = "the device is cpu, which has no kernels for keys and values in fp8"
+    elif facts.cache_layout.values_in_keys or facts.cache_layout.state_bytes:
+        kind = "recurrent layers" if facts.cache_layout.state_bytes else "multi-head latent attention"
+        obstacle = f"{facts.architecture} has {kind}, whose cache is not supported in fp8"
+    if obstacle is not None:
+        raise ConfigurationError(f"--kv-cache-dtype {engine.kv_cache_dtype}: {obstacle}; use auto")
 
 
 def _check_draft_model(options: LaunchOptions, facts: CheckpointFacts, length: int) -> None:
@@ -155,7 +179,7 @@ def _reserve_on_device(engine: EngineOptions, facts: CheckpointFacts) -> int:
 
 
 def element_bytes(engine: EngineOptions) -> int:
-    """Bytes per weight and per element of the cache."""
+    """Bytes per weight, and per element of the cache unless that has a type of its own."""
     if engine.dtype == "auto":
         return 2 if engine.device != "cpu" or has_bfloat16() else 4
     return 4 if engine.dtype == "float32" else 2
@@ -191,8 +215,9 @@ def _cache_bytes(options: LaunchOptions, facts: CheckpointFacts, weights: int, s
 
 def _block_bytes(engine: EngineOptions, facts: CheckpointFacts) -> int:
     """Of one rank; the keys and values of the draft model are in the same blocks."""
-    draft = 0 if facts.draft is None else _block_bytes(engine, facts.draft)
-    return draft + facts.cache_layout.block_bytes(engine.block_size_tokens, element_bytes(engine))
+    draft = 0 if facts.draft is None else _block_bytes(engine.of_draft_model, facts.draft)
+    size = element_bytes(engine) if engine.kv_cache_dtype == "auto" else 1
+    return draft + facts.cache_layout.block_bytes(engine.block_size_tokens, size)
 
 
 def _length(options: LaunchOptions, facts: CheckpointFacts, cache: int, length: int) -> int:

@@ -14,6 +14,7 @@ from megatron_runtime.cpu_features import has_bfloat16
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.float8_loading import float8_decoder, keep_float8
 from megatron_runtime.model.formats.checkpoint_header import (
     CheckpointSummary,
     check_fit,
@@ -22,12 +23,12 @@ from megatron_runtime.model.formats.checkpoint_header import (
 )
 from megatron_runtime.model.formats.checkpoint_path import checkpoint_path
 from megatron_runtime.model.formats.origin import Origin
-from megatron_runtime.model.formats.quantized_weights import QUANTIZED_WEIGHTS, keeps_quantized
+from megatron_runtime.model.formats.quantized_weights import QUANTIZED_WEIGHTS, KeptKind, kept_kind
 from megatron_runtime.model.formats.source import resolve_source
 from megatron_runtime.model.formats.weight_source import WeightSource
 from megatron_runtime.model.quantized_loading import keep_quantized
 from megatron_runtime.model.tokenizer import load_tokenizer
-from megatron_runtime.model.weights import ProgressCallback, load_weights
+from megatron_runtime.model.weights import Placements, ProgressCallback, load_weights
 from megatron_runtime.parallel.ranks import Ranks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -73,6 +74,7 @@ def load_model(
     ranks: Ranks | None = None,
     block_size_tokens: int | None = None,
     quantized_weights: str = "expand",
+    kv_cache_dtype: str = "auto",
 ) -> Decoder:
     """The decoder in a GGUF file or a folder, with weights as ``dtype`` on ``device``.
 
@@ -80,12 +82,13 @@ def load_model(
     output of a Megatron training, of which the latest iteration is loaded. ``max_sequence_length`` replaces the
     configuration's ``max_position_embeddings``. Memory beyond the weights is small. With ``ranks``, only this rank's
     part is read. While the weights load, kernels for GPUs are compiled for a KV cache with blocks of
-    ``block_size_tokens``; None: at their first use. ``quantized_weights`` is one of `QUANTIZED_WEIGHTS`.
+    ``block_size_tokens`` and the type ``kv_cache_dtype``; None: at their first use. ``quantized_weights`` is one of
+    `QUANTIZED_WEIGHTS`.
 
     Raises:
         CheckpointError: As in `inspect_checkpoint`; with ``check_finite`` also for a tensor with NaN or infinity.
         ConfigurationError: ``max_sequence_length`` exceeds that of the model, or the model can't be divided among
-            ``ranks``, or ``dtype`` or ``quantized_weights`` is unknown or not possible.
+            ``ranks``, or ``dtype``, ``quantized_weights`` or ``kv_cache_dtype`` is unknown or not possible.
     """
     path = checkpoint_path(path)
     origin = Origin.of(path)
@@ -93,10 +96,14 @@ def load_model(
     check_fit(config, source)
     if max_sequence_length is not None:
         config = _limit_length(config, max_sequence_length)
-    decoder = Decoder(config, dtype=choose_dtype(dtype, device), device=device, ranks=ranks)
-    decoder.keeps_quantized = keeps_quantized(quantized_weights, dtype, torch.device(device).type)
+    kept, chosen = kept_kind(quantized_weights, dtype, torch.device(device).type), choose_dtype(dtype, device)
+    if kept is KeptKind.FLOAT8:
+        decoder = float8_decoder(config, source, chosen, device, ranks)
+    else:
+        decoder = Decoder(config, dtype=chosen, device=device, ranks=ranks)
+    decoder.kept_kind = kept
     with ThreadPoolExecutor(1, "kernels") as aside:
-        kernels = aside.submit(decoder.prepare_kernels, block_size_tokens)
+        kernels = aside.submit(decoder.prepare_kernels, block_size_tokens, kv_cache_dtype)
         fill(decoder, source, rotary_factors, on_progress, check_finite=check_finite)
         kernels.result()
     decoder.origin = origin
@@ -113,7 +120,13 @@ def fill(
     check_finite: bool,
 ) -> None:
     """Copy the weights of a source that passed `check_fit` into a decoder that isn't packed."""
-    placements = keep_quantized(decoder, source) if decoder.keeps_quantized else decoder.placements()
+    placements: Placements
+    if decoder.kept_kind is KeptKind.INTEGERS:
+        placements = keep_quantized(decoder, source)
+    elif decoder.kept_kind is KeptKind.FLOAT8:
+        placements = keep_float8(decoder, source)
+    else:
+        placements = decoder.placements()
     load_weights(source, placements, on_progress, check_finite=check_finite)
     if rotary_factors is not None:
         decoder.positions.frequencies /= torch.from_numpy(rotary_factors).to(decoder.device)

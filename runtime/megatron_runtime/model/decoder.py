@@ -12,12 +12,14 @@ from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder_layer import DecoderLayer, SingleMixerLayer, make_layer
 from megatron_runtime.model.embedding import Embedding
 from megatron_runtime.model.formats.origin import Origin
+from megatron_runtime.model.formats.quantized_weights import KeptKind
 from megatron_runtime.model.formats.tensor_names import tensor_names
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.head import Head
 from megatron_runtime.model.hidden_pool import HiddenPool
 from megatron_runtime.model.kernel_warm_up import use_kernels
 from megatron_runtime.model.kernels import cpu_attention, row_kernels
+from megatron_runtime.model.kernels.gpu_attention import cache_dtype
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.lora.adapter_slots import AdapterSlots
 from megatron_runtime.model.packed_linear import can_pack, pack_linears
@@ -64,8 +66,8 @@ class Decoder(nn.Module):
         """Whether `prepare` has packed the weights for the matrix kernels."""
         self.is_shared = False
         """Whether the weights are those of a live model, which owns their memory."""
-        self.keeps_quantized = False
-        """Whether matrices that a checkpoint stores quantized stay so, as far as their types allow it."""
+        self.kept_kind = KeptKind.NONE
+        """Which matrices that a checkpoint stores quantized stay so, as far as their types allow it."""
         self.origin: Origin | None = None
         """The files of the weights; None for weights that were created in memory."""
         self.positions = Positions(config, dtype, device)
@@ -124,10 +126,11 @@ class Decoder(nn.Module):
             self.head.pack()
         self.is_packed = True
 
-    def prepare_kernels(self, block_size_tokens: int | None = None) -> None:
+    def prepare_kernels(self, block_size_tokens: int | None = None, kv_cache_dtype: str = "auto") -> None:
         """Compile the kernels of this device, or load them from the cache. Needs no weights; any thread may call it.
 
-        Those of a GPU are compiled for a KV cache with blocks of ``block_size_tokens``; None: at their first use.
+        Those of a GPU are compiled for a KV cache of the type ``kv_cache_dtype``, as in `cache_dtype`, with blocks of
+        ``block_size_tokens``; None: at their first use.
         """
         if self.device.type == "cpu":
             cpu_attention.prepare(attention_kind(self.config).cache_layout, self.dtype)
@@ -135,10 +138,11 @@ class Decoder(nn.Module):
             if self.config.recurrent is not None:
                 prepare_recurrence(self.config.recurrent)
         elif block_size_tokens is not None:
-            cache = KVCache(self.shard.cache_config, 1, block_size_tokens, self.dtype, self.device)
+            cached = cache_dtype(kv_cache_dtype, self.config, self.dtype, self.device)
+            cache = KVCache(self.shard.cache_config, 1, block_size_tokens, cached, self.device)
             layers = list(zip(self.shard.layers, self.layers, strict=True))
             vocabulary = self.config.vocab_size if self.ranks.position.samples else None
-            use_kernels(self, layers, self.positions, cache, vocabulary)
+            use_kernels(self, self.dtype, layers, self.positions, cache, vocabulary)
 
     def use_adapters(self, device: torch.device | None = None) -> AdapterSlots:
         """The adapters of this decoder, none at first. Later weights get them too.
@@ -160,10 +164,10 @@ class Decoder(nn.Module):
 
     def replace_with(self, other: Decoder) -> None:
         """Replace the contents by those of another decoder, which must not be used afterwards. Adapters remain."""
-        keeps_quantized, adapters = self.keeps_quantized, self.adapters
+        kept_kind, adapters = self.kept_kind, self.adapters
         vars(self).clear()
         vars(self).update(vars(other))
-        self.keeps_quantized, self.adapters = keeps_quantized, adapters
+        self.kept_kind, self.adapters = kept_kind, adapters
         if adapters is not None:
             adapters.attach(self.layers)
 

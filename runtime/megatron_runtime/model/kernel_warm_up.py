@@ -23,6 +23,7 @@ from megatron_runtime.model.latent_attention import MLASelfAttention
 from megatron_runtime.model.layers import FeedForward
 from megatron_runtime.model.norms import LayerNorm, Norm, RMSNorm, SharedRMSNorm, add_and_normalize
 from megatron_runtime.model.positions import LayerPositions, Positions
+from megatron_runtime.model.quantized.float8_linear import Float8Linear
 from megatron_runtime.model.self_attention import SelfAttention
 
 NOT_STORED = -1
@@ -32,6 +33,7 @@ NOT_STORED = -1
 @torch.inference_mode()
 def use_kernels(
     model: nn.Module,
+    dtype: torch.dtype,
     layers: Iterable[tuple[int, nn.Module]],
     positions: Positions,
     cache: KVCache,
@@ -41,6 +43,7 @@ def use_kernels(
 
     Args:
         model: All modules of this rank.
+        dtype: Of the weights.
         layers: The layers of this rank with their numbers in the whole model.
         positions: Their rotations.
         cache: On the same device, of at least one block; it is not written to.
@@ -49,27 +52,30 @@ def use_kernels(
     device = cache.device
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread
-    if not has_row_kernels(torch.empty(0, dtype=cache.dtype, device=device)):
+    if not has_row_kernels(torch.empty(0, dtype=dtype, device=device)):
         return
-    _use_row_kernels(model.modules(), cache)
+    _use_row_kernels(model.modules(), dtype, device)
+    linears = {module.kernel_key: module for module in model.modules() if isinstance(module, Float8Linear)}
+    for linear in linears.values():
+        linear.use_kernels()
     for batch in _batches(cache.block_size_tokens, device):
         for module in model.modules():
             if isinstance(module, Embedding):
                 module.look_up_on_gpu(batch)
-        _attend(batch, layers, positions, cache)
+        _attend(batch, dtype, layers, positions, cache)
     if sampled_vocabulary is not None:
         from megatron_runtime.gpu import sampling
 
         sampling.use_kernels(sampled_vocabulary, device)
 
 
-def _use_row_kernels(modules: Iterable[nn.Module], cache: KVCache) -> None:
+def _use_row_kernels(modules: Iterable[nn.Module], dtype: torch.dtype, device: torch.device) -> None:
     done: set[tuple[type[nn.Module], int]] = set()
 
     def use(kind: type[nn.Module], size: int, kernel: Callable[[Tensor], object]) -> None:
         if (kind, size) not in done:
             done.add((kind, size))
-            kernel(torch.zeros(1, size, dtype=cache.dtype, device=cache.device))
+            kernel(torch.zeros(1, size, dtype=dtype, device=device))
 
     for module in modules:
         if isinstance(module, DecoderLayer) and not isinstance(module.feed_forward_norm, nn.Identity):
@@ -93,7 +99,13 @@ def _normalize_heads(attention: SelfAttention, rows: Tensor) -> None:
     attention.normalized(rows.view(1, -1, attention.head_dim))
 
 
-def _attend(batch: ForwardBatch, layers: Iterable[tuple[int, nn.Module]], positions: Positions, cache: KVCache) -> None:
+def _attend(
+    batch: ForwardBatch,
+    dtype: torch.dtype,
+    layers: Iterable[tuple[int, nn.Module]],
+    positions: Positions,
+    cache: KVCache,
+) -> None:
     plan = plan_attention(batch, cache)
     prepared = positions(batch.positions)
     done: set[tuple[int, bool]] = set()
@@ -111,7 +123,7 @@ def _attend(batch: ForwardBatch, layers: Iterable[tuple[int, nn.Module]], positi
             _attend_to_latents(len(batch.tokens), attention, prepared[number], plan, cache, index)
         else:
             heads = torch.zeros(
-                *(len(batch.tokens), sum(attention.heads), attention.head_dim), dtype=cache.dtype, device=cache.device
+                *(len(batch.tokens), sum(attention.heads), attention.head_dim), dtype=dtype, device=cache.device
             )
             layer_cache, scoring = cache.layer(index), (attention.window, attention.soft_cap)
             plan.attend(heads, rotation, layer_cache, *scoring, sinks=attention.sinks, is_chunked=attention.is_chunked)

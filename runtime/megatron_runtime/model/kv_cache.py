@@ -13,9 +13,11 @@ from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.host_memory import zeros
 from megatron_runtime.model.recurrent_states import RecurrentStates
 
+FLOAT8 = torch.float8_e4m3fn
+"""The type of a cache in fp8."""
 LayerCache = tuple[Tensor, ...]
 """The arrays of one layer, as described by its CacheLayout: each [num_blocks, heads, block_size_tokens, width]. Those
-of a recurrent layer are its states: each [num_states + num_snapshots, ...]."""
+of a recurrent layer are its states: each [num_states + num_snapshots, ...]. Those of a cache in fp8 are uint8."""
 
 
 class KVCache:
@@ -39,6 +41,8 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size_tokens = block_size_tokens
         self.dtype = dtype
+        """Of keys and values. E4M3 is stored as bytes, which all operators can copy."""
+        self._stored = torch.uint8 if dtype is FLOAT8 else dtype
         self.device = torch.device(device)
         self.layout = attention_kind(config).cache_layout
         """What is cached of each token."""
@@ -110,7 +114,7 @@ class KVCache:
         blocks = torch.tensor(kept, dtype=torch.int64)
         copies = []
         for array in self._storage:
-            copies.append(torch.empty((len(array), len(kept), *array.shape[2:]), dtype=self.dtype))
+            copies.append(torch.empty((len(array), len(kept), *array.shape[2:]), dtype=self._stored))
             for copy, layer in zip(copies[-1], array, strict=True):
                 # Layer by layer, because gathering needs device memory, which may be full.
                 copy.copy_(layer[blocks.to(self.device)])
@@ -130,9 +134,9 @@ class KVCache:
             self._states.restore()
         if self.device.type == "cpu":
             # No write: filling a gibibyte with zeros takes as long as loading a small model.
-            self._storage = [zeros(shape, self.dtype) for shape in self._shapes]
+            self._storage = [zeros(shape, self._stored) for shape in self._shapes]
         else:
-            self._storage = [torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in self._shapes]
+            self._storage = [torch.zeros(shape, dtype=self._stored, device=self.device) for shape in self._shapes]
         if self._offloaded is not None:
             blocks, copies = self._offloaded
             for array, contents in zip(self._storage, copies, strict=True):

@@ -35,7 +35,7 @@ def keep_quantized(decoder: Decoder, source: WeightSource) -> dict[str, Placemen
         return destinations
     replaced: dict[nn.Module, QuantizedLinear] = {}
     kept: Counter[str] = Counter()
-    for module, names in _matrices(placements).items():
+    for module, names in matrices_of(placements).items():
         coded = _coded(source, {name: placements[name] for name in names})
         if len(coded) < len(names):
             continue
@@ -46,14 +46,14 @@ def keep_quantized(decoder: Decoder, source: WeightSource) -> dict[str, Placemen
             replaced[module] = QuantizedLinear(matrices, module.bias, decoder.dtype)
         else:
             _keep_table(decoder, module, matrices[0])
-    _replace(decoder, replaced)
+    replace_modules(decoder, replaced)
     for coding in {each.matrix.coding for each in destinations.values() if isinstance(each, CodedPlacement)}:
         quantized_products.prepare(coding, decoder.dtype)
-    _log(kept, source, destinations)
+    log_kept(kept, source, destinations)
     return destinations
 
 
-def _matrices(placements: Mapping[str, Placement]) -> dict[nn.Module, list[str]]:
+def matrices_of(placements: Mapping[str, Placement]) -> dict[nn.Module, list[str]]:
     """The names of the tensors of each module's matrix, in the order of its rows."""
     found: dict[nn.Module, list[str]] = {}
     for name, placement in placements.items():
@@ -95,15 +95,17 @@ def _keep_table(decoder: Decoder, module: nn.Module, matrix: QuantizedMatrix) ->
         decoder.head.keep_quantized(matrix)
 
 
-def _replace(module: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> None:
+def replace_modules(module: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> None:
+    """Put other modules in the places of those in ``module`` that are keys."""
     for name, child in module.named_children():
         if child in replaced:
             setattr(module, name, replaced[child])
         else:
-            _replace(child, replaced)
+            replace_modules(child, replaced)
 
 
-def _log(kept: Counter[str], source: WeightSource, destinations: Mapping[str, Placement | CodedPlacement]) -> None:
+def log_kept(kept: Counter[str], source: WeightSource, destinations: Mapping[str, object]) -> None:
+    """The kinds of the matrices that stay quantized, and of those that don't."""
     expanded = Counter(
         source.tensors[name].kind
         for name, placement in destinations.items()

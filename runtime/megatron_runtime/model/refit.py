@@ -85,7 +85,20 @@ def update_weights(model: Decoder, weights: Weights) -> None:
             fresh.prepare()
         model.replace_with(fresh.eval())
     else:
+        _check_memory(model, fresh)
         model.copy_from(fresh)
+
+
+def _check_memory(model: Decoder, fresh: Decoder) -> None:
+    """Raise CheckpointError unless the weights fit the memory of those on the GPU, which stays where it is."""
+    ours, theirs = (
+        {name: (each.shape, each.dtype) for name, each in decoder.named_parameters()} for decoder in (model, fresh)
+    )
+    if ours != theirs:
+        raise CheckpointError(
+            "the matrices that stay in fp8 on the GPU are others than those of the new weights, or have scales for "
+            "other columns. Give a checkpoint that is quantized in the same way, or use --quantized-weights expand"
+        )
 
 
 def offload_weights(model: Decoder) -> None:
@@ -162,7 +175,7 @@ def _read_checkpoint(model: Decoder, given: Path) -> Decoder:
             )
     check_fit(config, source)
     fresh = Decoder(config, dtype=model.dtype, device="cpu", ranks=model.ranks)
-    fresh.keeps_quantized = model.keeps_quantized
+    fresh.kept_kind = model.kept_kind
     fill(fresh, source, rotary_factors, check_finite=True)
     fresh.origin = origin
     return fresh

@@ -14,6 +14,7 @@ from megatron_runtime.model.formats.weight_source import CodedSource, StoredTens
 
 if TYPE_CHECKING:
     from megatron_runtime.model.placements import Placement
+    from megatron_runtime.model.quantized.float8_placement import Float8Placement
     from megatron_runtime.model.quantized.placement import CodedPlacement
 
 
@@ -33,7 +34,7 @@ class LoadProgress:
 
 
 ProgressCallback = Callable[[LoadProgress], None]
-Placements = Mapping[str, "Placement | CodedPlacement"]
+Placements = Mapping[str, "Placement | CodedPlacement | Float8Placement"]
 
 
 def load_weights(

@@ -17,11 +17,11 @@ def test_a_thread_compiles_the_kernels_while_the_weights_load(tmp_path: Path, mo
     is_compiling, is_loaded = threading.Event(), threading.Event()
     prepare, fill = Decoder.prepare_kernels, checkpoint.fill
 
-    def compile_slowly(decoder: Decoder, block_size_tokens: int | None = None) -> None:
+    def compile_slowly(decoder: Decoder, block_size_tokens: int | None = None, kv_cache_dtype: str = "auto") -> None:
         block_sizes.append(block_size_tokens)
         is_compiling.set()
         assert is_loaded.wait(60), "the weights wait for the kernels"
-        prepare(decoder, block_size_tokens)
+        prepare(decoder, block_size_tokens, kv_cache_dtype)
 
     def fill_meanwhile(*arguments: object, **options: object) -> None:
         assert is_compiling.wait(60), "the kernels wait for the weights"

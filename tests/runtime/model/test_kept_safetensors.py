@@ -29,6 +29,7 @@ from suite_support.worker import free_port
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model
 from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.formats.quantized_weights import KeptKind
 from megatron_runtime.model.quantized.kept_tensors import kept_weights
 from megatron_runtime.model.quantized.linear import QuantizedLinear
 from megatron_runtime.model.refit import offload_weights, restore_weights
@@ -195,7 +196,7 @@ def test_the_plan_of_the_memory_has_the_bytes_in_memory(family: str, tensor: int
     experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
     pair = save(quantize, settings, family, **(experts if family == "Qwen3Moe" else DEEPSEEK))
     decoder, source = keep(pair.quantized), inspect_checkpoint(pair.quantized).source
-    kept = kept_weights(Shard(decoder.config, RankPosition(sizes=ParallelSizes(tensor))), source)
+    kept = kept_weights(Shard(decoder.config, RankPosition(sizes=ParallelSizes(tensor))), source, KeptKind.INTEGERS)
     matrices = {matrix: None for linear in quantized_linears(decoder) for matrix in linear.matrices}
     assert kept.num_bytes == sum(matrix.num_bytes for matrix in matrices)
     assert kept.parameters == sum(matrix.rows * matrix.columns for matrix in matrices)
@@ -215,7 +216,7 @@ def test_the_plan_knows_what_ranks_keep_of_recurrent_layers(value_dim: int, is_k
     assert [isinstance(part.layers[0].mixer.output, QuantizedLinear) for part in parts] == [is_kept] * 2
     matrices = [matrix for part in parts for linear in quantized_linears(part) for matrix in linear.matrices]
     matrices += [part.embedding.quantized for part in parts]
-    kept = kept_weights(parts[0].shard, inspect_checkpoint(path).source)
+    kept = kept_weights(parts[0].shard, inspect_checkpoint(path).source, KeptKind.INTEGERS)
     assert kept.parameters == sum(matrix.rows * matrix.columns for matrix in matrices)
 
 
@@ -237,7 +238,8 @@ def test_the_inputs_of_gated_delta_layers_stay_quantized_if_all_parts_are(ranks:
         assert isinstance(layer.gates, QuantizedLinear) == (left_out != "in_proj_b")
     matrices = {matrix: None for part in parts for linear in quantized_linears(part) for matrix in linear.matrices}
     parameters = sum(matrix.rows * matrix.columns for matrix in matrices)
-    assert kept_weights(parts[0].shard, inspect_checkpoint(pair.quantized).source).parameters == parameters
+    source = inspect_checkpoint(pair.quantized).source
+    assert kept_weights(parts[0].shard, source, KeptKind.INTEGERS).parameters == parameters
     if ranks == 1:
         weights, plain = parts[0].destinations(), load_model(pair.plain, dtype="float32")
         assert all(torch.equal(weights[name], expected) for name, expected in plain.destinations().items())
@@ -280,7 +282,8 @@ def test_a_router_is_expanded(tmp_path: Path, save_model: Any) -> None:
     assert torch.equal(router.weight.double(), pair.weights["model.layers.0.mlp.gate.weight"])
     assert not isinstance(router, QuantizedLinear)
     matrices = {matrix: None for linear in quantized_linears(decoder) for matrix in linear.matrices}
-    assert kept_weights(Shard(decoder.config), source).num_bytes == sum(matrix.num_bytes for matrix in matrices)
+    kept = kept_weights(Shard(decoder.config), source, KeptKind.INTEGERS)
+    assert kept.num_bytes == sum(matrix.num_bytes for matrix in matrices)
 
 
 def test_released_weights_stay_quantized(save: Any) -> None:

@@ -23,7 +23,7 @@ from megatron_runtime.errors import CheckpointError, ConfigurationError
 from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model, load_tokenizer
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.formats.gguf_checkpoint import GgufWeights
-from megatron_runtime.model.formats.quantized_weights import keeps_quantized
+from megatron_runtime.model.formats.quantized_weights import KeptKind, kept_kind
 from megatron_runtime.model.quantized.kept_tensors import kept_weights
 from megatron_runtime.model.quantized.linear import QuantizedLinear
 from megatron_runtime.model.refit import offload_weights, restore_weights, update_weights
@@ -102,7 +102,7 @@ def test_the_plan_of_the_memory_has_the_bytes_in_memory(name: str, tensor: int, 
         inspect_checkpoint(path).source,
         Shard(load_model(path).config, RankPosition(sizes=ParallelSizes(tensor))),
     )
-    kept, decoder = kept_weights(shard, source), keep(path)
+    kept, decoder = kept_weights(shard, source, KeptKind.INTEGERS), keep(path)
     tables = [decoder.embedding.quantized, *decoder.head._packed.matrices]
     linears = [module for module in decoder.layers.modules() if isinstance(module, QuantizedLinear)]
     matrices = {matrix: None for linear in linears for matrix in linear.matrices} | dict.fromkeys(tables)
@@ -208,23 +208,23 @@ def test_scales_that_are_not_finite_are_reported(save: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "dtype", "device", "kept"),
     [
-        ("keep", "auto", "cpu", True),
-        ("keep", "bfloat16", "cpu", True),
-        ("keep", "float32", "cpu", True),
-        ("expand", "auto", "cuda", False),
-        ("expand", "auto", "cpu", False),
+        ("keep", "auto", "cpu", KeptKind.INTEGERS),
+        ("keep", "bfloat16", "cpu", KeptKind.INTEGERS),
+        ("keep", "float32", "cpu", KeptKind.INTEGERS),
+        ("keep", "float16", "cuda", KeptKind.FLOAT8),
+        ("expand", "auto", "cuda", KeptKind.NONE),
+        ("expand", "auto", "cpu", KeptKind.NONE),
     ],
 )
-def test_the_choice_depends_on_dtype_and_device(name: str, dtype: str, device: str, kept: bool) -> None:
-    assert keeps_quantized(name, dtype, device) is kept
+def test_the_choice_depends_on_dtype_and_device(name: str, dtype: str, device: str, kept: KeptKind) -> None:
+    assert kept_kind(name, dtype, device) is kept
 
 
-@pytest.mark.parametrize(("name", "dtype", "device"), [("keep", "float16", "cpu"), ("keep", "auto", "cuda")])
-def test_what_has_no_kernels_is_refused(name: str, dtype: str, device: str) -> None:
-    with pytest.raises(ConfigurationError, match="only a CPU computes with quantized weights, in bfloat16 or float32"):
-        keeps_quantized(name, dtype, device)
+def test_what_has_no_kernels_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="a CPU computes with quantized weights in bfloat16 or float32"):
+        kept_kind("keep", "float16", "cpu")
     with pytest.raises(ConfigurationError, match="quantized_weights int4: use one of expand, keep"):
-        keeps_quantized("int4", dtype, device)
+        kept_kind("int4", "auto", "cuda")
 
 
 @pytest.mark.model

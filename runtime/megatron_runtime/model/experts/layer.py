@@ -15,6 +15,7 @@ from megatron_runtime.model.experts.routing import Routing, make_router
 from megatron_runtime.model.experts.shared import SharedExpert
 from megatron_runtime.model.kernels.row_kernels import has_gpu_row_kernels
 from megatron_runtime.model.layers import FeedForward
+from megatron_runtime.model.quantized.float8_linear import Float8Linear
 from megatron_runtime.model.routing_tape import RoutingTape
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.ranks import Ranks
@@ -67,6 +68,9 @@ class Experts(nn.Module):
 
         with hidden.device:
             network = self._make_network()
+            for name, linear in self.networks[0].named_children():
+                if isinstance(linear, Float8Linear):
+                    setattr(network, name, linear.like())
         for weight in network.parameters():
             weight.zero_()
         networks = group_networks([network] * len(self.here))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -16,7 +17,20 @@ if TYPE_CHECKING:  # The preflight reads headers without torch.
 CHUNK_ELEMENTS = 4 * 1024 * 1024
 """Number of elements of a chunk, so that loading needs little memory beyond the weights."""
 
+SMALLEST_GROUP = 32
+"""The columns of a matrix in fp8 that have one scale are a multiple of this, or all."""
+
 _NAMED_IN_ERRORS = 5
+
+
+@dataclass(frozen=True)
+class Float8Coding:
+    """That of a matrix of 8-bit floating-point numbers."""
+
+    type_name: str
+    """Of torch."""
+    columns: int
+    """Consecutive columns that have the same scale; at least all of them: whole rows."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +43,8 @@ class StoredTensor:
     """The name of the type in the checkpoint, such as ``BF16`` or ``Q4_1``."""
     coding: Coding | None = None
     """That of a quantized matrix that can stay so in memory."""
+    float8: Float8Coding | None = None
+    """That of a matrix in fp8."""
 
 
 class WeightSource(Protocol):
@@ -61,6 +77,28 @@ class CodedSource(WeightSource, Protocol):
 
     def read_coded(self, name: str, rows: range, columns: slice) -> Iterable[CodedRows]:
         """Consecutive chunks of rows of a tensor that has a `Coding`; the columns are whole blocks."""
+
+
+def float8_group(codings: Sequence[Float8Coding | None], columns: range, width: int) -> int | None:
+    """The columns that have one scale in memory, of a part of the columns of matrices that are one behind the other.
+
+    Args:
+        codings: Of all of these matrices.
+        columns: Those of a rank.
+        width: All columns.
+
+    Returns:
+        None if the matrices can't stay in fp8: their types differ, or too few columns have one scale.
+    """
+    found = [coding for coding in codings if coding is not None]
+    if len(found) < len(codings) or len({coding.type_name for coding in found}) != 1:
+        return None
+    parts = [coding.columns for coding in found if coding.columns < width]
+    if not parts:
+        return len(columns)
+    # Both ends, so that two ranks that divide the columns between them decide alike.
+    group = math.gcd(columns.start, columns.stop % width, *parts)
+    return group if group % SMALLEST_GROUP == 0 else None
 
 
 def check_weights(source: WeightSource, expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.model.attention_kind import attention_kind
+from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kernels.triton_support import has_triton
-from megatron_runtime.model.kv_cache import KVCache, LayerCache
+from megatron_runtime.model.kv_cache import FLOAT8, KVCache, LayerCache
 from megatron_runtime.model.rotary import Rotation
 
 
@@ -21,6 +25,46 @@ def has_gpu_attention(cache: KVCache) -> bool:
     if layout.values_in_keys:
         return layout.heads == 1 and can_attend_latents(layout.key_width, layout.value_width, cache.dtype)
     return can_attend(len(layout.widths), layout.key_width, cache.dtype)
+
+
+def cache_dtype(choice: str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type of keys and values for ``choice``, one of KV_CACHE_DTYPES.
+
+    Args:
+        choice: The setting.
+        config: Of the model.
+        dtype: Of its weights.
+        device: Which computes.
+
+    Raises:
+        ConfigurationError: fp8 is chosen, but model or device do not support it.
+    """
+    if choice == "auto":
+        return dtype
+    if obstacle := _obstacle_to_float8(config, device):
+        raise ConfigurationError(f"kv_cache_dtype={choice!r}: {obstacle}; use 'auto'", field="kv_cache_dtype")
+    return FLOAT8
+
+
+def _obstacle_to_float8(config: ModelConfig, device: torch.device) -> str | None:
+    layout = attention_kind(config).cache_layout
+    if device.type == "cpu":
+        return "CPUs have no kernels for keys and values in fp8"
+    if layout.values_in_keys:
+        return "the cache of multi-head latent attention is not supported in fp8"
+    if config.recurrent is not None:
+        return "models with recurrent layers are not supported with a cache in fp8"
+    if not has_triton():
+        return "PyTorch's attention, which is used without Triton and a C compiler, does not support fp8"
+    from megatron_runtime.gpu.attention import FIRST_WITH_FLOAT8, can_attend
+    from megatron_runtime.gpu.launch import capability
+
+    if not can_attend(len(layout.widths), layout.key_width, FLOAT8):
+        return f"no kernel supports heads of {layout.key_width} channels"
+    found = capability(torch.empty(0, device=device))
+    if found < FIRST_WITH_FLOAT8:
+        return f"GPUs from compute capability 8.9 on have fp8, and this one has {found / 10}"
+    return None
 
 
 class GpuAttention:

@@ -6,36 +6,61 @@ import math
 from collections.abc import Iterator
 
 from megatron_runtime.model.formats.coded_rows import BLOCK
-from megatron_runtime.model.formats.quantized_weights import KeptWeights
+from megatron_runtime.model.formats.quantized_weights import KeptKind, KeptWeights
 from megatron_runtime.model.formats.tensor_names import TensorNames, tensor_names
-from megatron_runtime.model.formats.weight_source import StoredTensor, WeightSource
+from megatron_runtime.model.formats.weight_source import WeightSource, float8_group
 from megatron_runtime.model.shard import Shard
 
 
-def kept_weights(shard: Shard, source: WeightSource) -> KeptWeights:
+def kept_weights(shard: Shard, source: WeightSource, kind: KeptKind) -> KeptWeights:
     """The sums for a model in which all ranks divide matrices like ``shard``."""
     names = tensor_names(shard.config.architecture)
-    kept = {name: tensor for name, tensor in source.tensors.items() if _is_kept(name, shard, source, names)}
-    experts = {name: tensor for name, tensor in kept.items() if _is_expert(name, names)}
+    count = {KeptKind.INTEGERS: _coded_bytes, KeptKind.FLOAT8: _float8_bytes}.get(kind)
+    if count is None or names.transposed:
+        return KeptWeights()
+    sizes = {name: count(name, shard, source, names) for name in _matrices(source, names)}
+    kept = {name: size for name, size in sizes.items() if size is not None}
+    experts = {name: size for name, size in kept.items() if _is_expert(name, names)}
     return KeptWeights(
-        sum(math.prod(tensor.shape) for tensor in kept.values()),
-        sum(map(_num_bytes, kept.values())),
-        sum(math.prod(tensor.shape) for tensor in experts.values()),
-        sum(map(_num_bytes, experts.values())),
+        sum(math.prod(source.tensors[name].shape) for name in kept),
+        sum(kept.values()),
+        sum(math.prod(source.tensors[name].shape) for name in experts),
+        sum(experts.values()),
         f"{names.embedding}.weight" in kept,
     )
 
 
-def _is_kept(name: str, shard: Shard, source: WeightSource, names: TensorNames) -> bool:
-    """Whether all rows of the tensor's matrix are quantized, and ranks divide its columns between blocks."""
-    if names.transposed or len(source.tensors[name].shape) != 2:
-        return False
-    stem = name.removesuffix(".weight")
-    if stem.endswith((f".{names.kv_up}", f".{names.router}")):  # as their placements say
-        return False
+def _matrices(source: WeightSource, names: TensorNames) -> Iterator[str]:
+    """The names of the tensors that may stay quantized, as their placements say."""
+    for name, tensor in source.tensors.items():
+        stem = name.removesuffix(".weight")
+        if len(tensor.shape) == 2 and not stem.endswith((f".{names.kv_up}", f".{names.router}")):
+            yield name
+
+
+def _coded_bytes(name: str, shard: Shard, source: WeightSource, names: TensorNames) -> int | None:
+    """Bytes of a tensor; None unless all rows of its matrix are quantized, and ranks divide its columns between
+    blocks."""
+    stem, tensor = name.removesuffix(".weight"), source.tensors[name]
     part = _columns(stem, shard, names)
     is_whole = part is None or (part.start % BLOCK == 0 and len(part) % BLOCK == 0)
-    return is_whole and all(source.tensors[f"{each}.weight"].coding is not None for each in _fused(stem, names))
+    if not is_whole or any(source.tensors[f"{each}.weight"].coding is None for each in _fused(stem, names)):
+        return None
+    assert tensor.coding is not None
+    return tensor.coding.num_bytes(math.prod(tensor.shape))
+
+
+def _float8_bytes(name: str, shard: Shard, source: WeightSource, names: TensorNames) -> int | None:
+    """The same for fp8, with a scale in float32 for each group of columns of a row; None for tables."""
+    stem, (rows, width) = name.removesuffix(".weight"), source.tensors[name].shape
+    if stem in (names.embedding, names.head):
+        return None
+    part = _columns(stem, shard, names) or range(width)
+    group = float8_group([source.tensors[f"{each}.weight"].float8 for each in _fused(stem, names)], part, width)
+    if group is None:
+        return None
+    groups = -(-len(part) // group) * (width // len(part))
+    return rows * (width + 4 * groups)
 
 
 def _fused(stem: str, names: TensorNames) -> Iterator[str]:
@@ -70,8 +95,3 @@ def _columns(stem: str, shard: Shard, names: TensorNames) -> range | None:
 def _is_expert(name: str, names: TensorNames) -> bool:
     shared = (*names.shared_gate_up, names.shared_down)
     return names.expert.partition("{}")[0] in name or any(each in name for each in shared)
-
-
-def _num_bytes(tensor: StoredTensor) -> int:
-    assert tensor.coding is not None
-    return tensor.coding.num_bytes(math.prod(tensor.shape))

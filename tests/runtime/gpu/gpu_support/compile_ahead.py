@@ -158,9 +158,9 @@ def expert_cases(capability: int) -> Iterator[Case]:
     """The same for mixtures of experts, at the sizes of a 30B model of which each token uses 3B."""
     count, per_token, hidden, channels = 128, 8, 2048, 768
     pointers = dict.fromkeys(("output", "hidden", "inputs", "results", "logits", "matrices", "biases"), "bf16")
-    pointers |= dict.fromkeys(("chosen", "replayed", "offsets", "bias_offsets"), "i64")
-    pointers |= dict.fromkeys(("order", "starts"), "i32") | dict.fromkeys(("weights", "bias"), "fp32")
-    every = {"COUNT": count, "COUNT_PAD": count}
+    pointers |= dict.fromkeys(("chosen", "replayed", "offsets", "bias_offsets", "scale_offsets"), "i64")
+    pointers |= dict.fromkeys(("order", "starts"), "i32") | dict.fromkeys(("weights", "bias", "scales"), "fp32")
+    every = {"COUNT": count, "COUNT_PAD": count, "GROUP": 0, "EXPONENT": 0, "IS_NATIVE": False}
     kernels = expert_kernels
     for groups in (1, 8):
         route = {"PER_TOKEN": per_token, "PER_TOKEN_PAD": per_token, "SIGMOID": groups > 1, "BIASED": groups > 1}

@@ -102,7 +102,7 @@ class MixtureCase:
         """By the kernels."""
         scattered = experts.ScatteredTensors.of
         networks = experts.ExpertNetworks(
-            *map(scattered, self.matrices),
+            *(experts.ScatteredMatrices(scattered(part)) for part in self.matrices),
             *((None, None) if self.biases is None else map(scattered, self.biases)),
             is_gated=self.is_gated,
             activation=self.activation,

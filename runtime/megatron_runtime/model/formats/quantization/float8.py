@@ -18,6 +18,7 @@ from megatron_runtime.model.formats.quantization.stored_matrix import (
     StoredMatrix,
     StoredModule,
 )
+from megatron_runtime.model.formats.weight_source import Float8Coding
 
 FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 """The types of safetensors, with those of torch."""
@@ -44,7 +45,12 @@ class Float8Matrix:
 
     @property
     def coding(self) -> None:
-        """None: the kernels compute with integers."""
+        """None: the kernels of CPUs compute with integers."""
+
+    @property
+    def float8(self) -> Float8Coding:
+        """For the kernels of GPUs."""
+        return Float8Coding(FLOAT8[self.kind], self.scales.block[1])
 
     def part(self, rows: range, columns: range) -> QuantizedPart:
         """As in StoredMatrix."""

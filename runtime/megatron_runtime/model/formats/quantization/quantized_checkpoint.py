@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.formats.expected_tensors import expected_tensors
+from megatron_runtime.model.formats.quantization.float8 import Float8Matrix
 from megatron_runtime.model.formats.quantization.kept_codes import coded_rows
 from megatron_runtime.model.formats.quantization.quantization_config import Quantization
 from megatron_runtime.model.formats.quantization.stored_matrix import StoredMatrix, StoredModule
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_runtime.model.formats.coded_rows import CodedRows
+    from megatron_runtime.model.formats.quantization.stored_matrix import QuantizedPart
 
 _UNUSED = tuple(
     f"{of}_{number}" if of else number
@@ -96,6 +98,11 @@ class QuantizedCheckpoint:
             part = matrix.part(rows[piece], across)
             yield coded_rows(part, matrix.coding, f"{self.location}: tensor {name}")
 
+    def read_parts(self, name: str, rows: range, columns: range) -> Iterator[QuantizedPart]:
+        """As in Float8Source."""
+        for piece in row_pieces((len(rows), _PIECE_SHARE * len(columns))):
+            yield self._matrices[name].part(rows[piece], columns)
+
     @cached_property
     def _stored(self) -> dict[str, StoredTensor]:
         """Without those of a head that is tied to the embedding."""
@@ -153,4 +160,5 @@ def _bias(matrix: StoredMatrix) -> str:
 
 def _describe(matrix: StoredMatrix) -> StoredTensor:
     num_bytes = sum(each.num_bytes for each in matrix.module.tensors.values())
-    return StoredTensor(matrix.shape, num_bytes, matrix.kind, matrix.coding)
+    float8 = matrix.float8 if isinstance(matrix, Float8Matrix) else None
+    return StoredTensor(matrix.shape, num_bytes, matrix.kind, matrix.coding, float8)
