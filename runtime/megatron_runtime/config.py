@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar
 
 from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.setting_ranges import check_routing_alpha, check_state_memory
 from megatron_runtime.unavailable_settings import AsyncScheduleMode, UnavailableSettings
 
 __all__ = [
@@ -157,12 +157,14 @@ class InferenceConfig(UnavailableSettings):
     cuda_graph_all_prefills: bool = False
     """Whether passes with prompts are captured up to ``max_tokens``."""
     batch_invariant: bool = False
-    """Whether the bits of a request's results on a GPU must not depend on other requests, which takes longer: products
-    have a fixed number of rows. On a CPU they never depend on others, except where PyTorch's attention is used."""
+    """Whether the bits of a request's results on a GPU must not depend on other requests: products with weights have a
+    fixed number of rows then, which takes longer. On a CPU they never depend on others, except where PyTorch's
+    attention is used."""
     num_speculative_tokens: int = 0
-    """Maximum number of tokens, or 0, that a pass verifies for a request besides its next one: those that followed the
-    last occurrence of its latest tokens, or those of ``speculative_draft_model``, instead of the drafts of Megatron's
-    prediction heads. They change no token. Requests with log probabilities or a limit of their reasoning have none."""
+    """Maximum number of tokens that a pass verifies for a request besides its next one: those that followed the last
+    occurrence of its latest tokens, or those of ``speculative_draft_model``, instead of the drafts of Megatron's
+    prediction heads. They change no token. Requests with log probabilities or a limit of their reasoning have none.
+    0: no speculation."""
     speculative_draft_model: Any = field(default=None, repr=False)
     """A small model from `load_model`, with the vocabulary of the served one, whole on each rank, which drafts these
     tokens. Its keys and values are in the blocks of the KV cache and count in its size."""
@@ -218,8 +220,13 @@ class InferenceConfig(UnavailableSettings):
     def _check_numbers(self) -> None:
         check_routing_alpha(self.prefix_caching_routing_alpha)
         check_state_memory(self.mamba_memory_ratio, self.prefix_caching_mamba_gb)
-        whole = ("block_size_tokens", "cuda_graph_max_tokens", "max_loras", "max_lora_rank", "grammar_cache_bytes")
-        for name in whole:
+        for name in (
+            "block_size_tokens",
+            "cuda_graph_max_tokens",
+            "max_loras",
+            "max_lora_rank",
+            "grammar_cache_bytes",
+        ):
             self._require_whole(name)
         if self.num_cuda_graphs not in (None, 0, -1) or isinstance(self.num_cuda_graphs, bool | float):
             self._require_whole("num_cuda_graphs", "None, 0, -1 for all sizes, or a whole number of at least 1")
@@ -234,9 +241,11 @@ class InferenceConfig(UnavailableSettings):
                 "for example num_speculative_tokens=4",
                 field="num_speculative_tokens",
             )
-        for name in ("buffer_size_gb", "request_timeout", "paused_buffer_size_gb"):
-            if getattr(self, name) is not None and (getattr(self, name) or name != "paused_buffer_size_gb"):
+        for name in ("buffer_size_gb", "request_timeout"):
+            if getattr(self, name) is not None:
                 self._require_positive(name)
+        if self.paused_buffer_size_gb:
+            self._require_positive("paused_buffer_size_gb")
         if self.max_tokens is not None and self.max_requests is not None and self.max_tokens < self.max_requests:
             raise ConfigurationError(
                 f"max_tokens={self.max_tokens} is less than max_requests={self.max_requests}: a forward pass carries "
@@ -265,8 +274,10 @@ class InferenceConfig(UnavailableSettings):
                 field="metrics_writer",
             )
         if self.logging_step_interval == 0:
-            reason = "has no effect with logging_step_interval=0; set logging_step_interval"
-            raise ConfigurationError(f"metrics_writer {reason}", field="metrics_writer")
+            raise ConfigurationError(
+                "metrics_writer has no effect with logging_step_interval=0; set logging_step_interval",
+                field="metrics_writer",
+            )
 
     def pool_bytes(self, device_type: str) -> int:
         """Size of the KV pool in bytes on a device of this type ("cpu", "cuda")."""
@@ -291,39 +302,6 @@ class InferenceConfig(UnavailableSettings):
         value = getattr(self, name)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
             raise ConfigurationError(f"{name}={value!r} must be a number greater than 0", field=name)
-
-
-def check_routing_alpha(alpha: float, origin: str | None = None) -> None:
-    """Check the weight of a known prefix against the load.
-
-    Args:
-        origin: Flag and value for the message; None means the field of a configuration.
-
-    Raises:
-        ConfigurationError: Less than 0 or more than 1.
-    """
-    if not 0 <= alpha <= 1:
-        name = "prefix_caching_routing_alpha"
-        raise ConfigurationError(f"{origin or f'{name}={alpha!r}'} must be between 0 and 1", field=name)
-
-
-def check_state_memory(ratio: float | None, snapshot_gb: float | None, *, are_flags: bool = False) -> None:
-    """Check the ranges of ``mamba_memory_ratio`` and ``prefix_caching_mamba_gb``.
-
-    Args:
-        are_flags: Whether messages name flags of megatron-serve instead of fields.
-
-    Raises:
-        ConfigurationError: A value is no finite number, or out of range.
-    """
-    for name, value, least, limit, allowed in (
-        ("mamba_memory_ratio", ratio, math.ulp(0.0), 1.0, "more than 0 and less than 1, or left out"),
-        ("prefix_caching_mamba_gb", snapshot_gb, 0.0, math.inf, "a number of at least 0"),
-    ):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (is_number and least <= value < limit):
-            origin = f"--{name.replace('_', '-')} {value}:" if are_flags else f"{name}={value!r}"
-            raise ConfigurationError(f"{origin} must be {allowed}", field=name)
 
 
 _FLAGS = (

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Self
 
-from megatron_runtime.config import DEFAULT_MAX_REQUESTS, PrefixCachingCoordinatorPolicy, check_routing_alpha
+from megatron_runtime.config import DEFAULT_MAX_REQUESTS, PrefixCachingCoordinatorPolicy
 from megatron_runtime.lifecycle import CoordinatorState
+from megatron_runtime.setting_ranges import check_routing_alpha
 
 
 class ServiceWeights(NamedTuple):

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron_runtime.config import LOGPROBS_MODES, InferenceConfig, check_routing_alpha, check_state_memory
+from megatron_runtime.config import LOGPROBS_MODES, InferenceConfig
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.identity import Identity
 from megatron_runtime.launch.lora_modules import check_modules
@@ -18,6 +18,7 @@ from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.timeouts import RENDEZVOUS_TIMEOUT
 from megatron_runtime.processes.supervisor import HANG_SECONDS, RESET_SECONDS
 from megatron_runtime.server.options import HttpOptions
+from megatron_runtime.setting_ranges import check_routing_alpha, check_state_memory
 from megatron_runtime.wire.security import KEY_VARIABLE, is_loopback
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
