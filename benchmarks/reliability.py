@@ -22,7 +22,7 @@ from peers.command_line import positive, print_table
 
 ROOT = Path(__file__).parent.parent
 # The support modules of the tests provide a node and a release on it.
-sys.path.append(str(ROOT / "tests" / "cluster"))
+sys.path += [str(ROOT / "tests" / "cluster"), str(ROOT / "tests")]
 
 from cluster_support import binaries  # noqa: E402
 from cluster_support.errors import ClusterSupportError  # noqa: E402

@@ -5,6 +5,9 @@
 
 import os
 import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # for suite_support
 
 from cluster_support import binaries
 from cluster_support.errors import ClusterSupportError
