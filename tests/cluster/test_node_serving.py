@@ -17,6 +17,7 @@ import openai
 import pytest
 import yaml
 from chart_support.helm import NAMESPACE
+from chart_support.release import NAME
 from cluster_support.cluster import wait_until
 from node_support.model_hub import MODEL, ModelHub
 from node_support.node import SECONDS_TO_REMOVE_A_POD, Node
@@ -48,6 +49,14 @@ whole = json.load(post())["choices"][0]["message"]["content"]
 events = [line[6:] for line in post(stream=True).read().decode().splitlines() if line.startswith("data: {")]
 deltas = [json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events]
 print(json.dumps({"whole": whole, "streamed": "".join(deltas), "parts": sum(map(bool, deltas))}))
+"""
+
+IMPORT_AND_LIST = """
+import importlib, os, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+files = {name: getattr(module, "__cached__", None) for name, module in sys.modules.items()}
+print(*(name for name, file in files.items() if file and not os.path.exists(file)))
 """
 
 
@@ -114,6 +123,16 @@ def test_a_pod_uses_the_sample_by_its_service_name_and_streams(real_stage: Stage
     said = json.loads(real_stage.run_in_pod(sample.namespace, ASK_AND_STREAM, status["url"], QUESTION))
     assert said["whole"] == said["streamed"] == "The capital of France is Paris."
     assert said["parts"] > 3
+
+
+def test_pods_compile_none_of_the_modules_that_they_import(sample: Resource) -> None:
+    imports = {
+        (sample.namespace, f"pod/{sample.name}-0-0-0"): ("megatron_runtime.cli", "megatron_runtime.rank"),
+        (NAMESPACE, f"deployment/{NAME}"): ("megatron_operator.cli", "megatron_operator.handlers"),
+    }
+    for (namespace, target), modules in imports.items():
+        words = ("-n", namespace, "exec", target, "--", "python3", "-c", IMPORT_AND_LIST, *modules)
+        assert sample.cluster.kubectl(*words).split() == []
 
 
 async def test_clients_outside_the_cluster_use_a_port_forward(client: openai.AsyncOpenAI) -> None:

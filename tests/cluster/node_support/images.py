@@ -156,7 +156,9 @@ class _Build:
         mmdebstrap = [self.tools.program("mmdebstrap"), "--mode=root", "--variant=essential", quick, *left_out]
         # With the date of the files, mmdebstrap leaves out logs and ids that differ between builds.
         environment = {**self._environment, "TMPDIR": str(self.workspace), "SOURCE_DATE_EPOCH": "0"}
-        command = [*mmdebstrap, f"--include={','.join(BASE_PACKAGES)}", debian.SUITE, tar, archive]
+        # As in the official image, whose Dockerfile deletes them.
+        uncompiled = '--customize-hook=find "$1" -name "*.pyc" -delete'
+        command = [*mmdebstrap, f"--include={','.join(BASE_PACKAGES)}", uncompiled, debian.SUITE, tar, archive]
         run_guarded(_private(command), self.log, env=environment)
         (self.workspace / "base").mkdir()
         (self.workspace / "base/Dockerfile").write_text('FROM scratch\nADD base.tar /\nCMD ["python3"]\n')
