@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import openai.resources  # noqa: F401 - modules that import each other: two threads that begin with them deadlock
 import pytest
 from openai import OpenAI
 from runtime_support.processes import children_of, is_alive

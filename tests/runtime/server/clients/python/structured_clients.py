@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import instructor
 import litellm
+import openai.resources  # noqa: F401 - modules that import each other: two threads that begin with them deadlock
 from openai import OpenAI
 from pydantic import BaseModel, Field
 from pydantic_ai import Agent, NativeOutput, ToolOutput
