@@ -48,15 +48,15 @@ def test_added_and_removed_keys_take_effect_at_once(file: Path) -> None:
 def test_each_key_has_a_cache_salt_of_its_own_whichever_header_carries_it(file: Path) -> None:
     replace(file, b"first\nsecond\n")
     keys, others = ApiKeys(file), ApiKeys(file)
-    first, second = keys.cache_salt("Bearer first"), keys.cache_salt("bearer second")
+    first, second = keys.names("Bearer first").cache_salt, keys.names("bearer second").cache_salt
     assert first != second
-    assert others.cache_salt("Basic of-a-proxy", "first") == first
+    assert others.names("Basic of-a-proxy", "first").cache_salt == first
     assert "first" not in first
-    assert keys.tenant("Bearer first") == others.tenant(None, "first") != keys.tenant("Bearer second")
-    assert keys.tenant("Bearer first") not in first
+    assert keys.names("Bearer first").tenant == others.names(None, "first").tenant != keys.names("Bearer second").tenant
+    assert keys.names("Bearer first").tenant not in first
     replace(file, b"second\n")
     assert not lets_in(keys, "first")
-    assert keys.cache_salt("Bearer first") != second
+    assert keys.names("Bearer first").cache_salt != second
 
 
 @pytest.mark.parametrize("loss", ["it vanishes", "it is no text"])

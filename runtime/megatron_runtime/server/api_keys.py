@@ -7,6 +7,7 @@ import hmac
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.server.errors import ApiError
@@ -17,6 +18,15 @@ KEYS_VARIABLE = "MEGATRON_API_KEYS"
 """The environment variable of frontend processes with the keys that are in no file."""
 TOKEN_DIGEST_VARIABLE = "MEGATRON_CONTROL_TOKEN_SHA256"
 """The environment variable of frontend processes with the digest of the control token; they never have the token."""
+
+
+class KeyNames(NamedTuple):
+    """What stands for a key outside of the frontends, equal in all of them."""
+
+    cache_salt: str
+    """A secret."""
+    tenant: str
+    """For engines."""
 
 
 class ApiKeys:
@@ -64,20 +74,14 @@ class ApiKeys:
             message = "no valid API key: send one as Authorization: Bearer <key>, or as X-Api-Key: <key>"
             raise ApiError(401, message, code="invalid_api_key")
 
-    def cache_salt(self, authorization: str | None, key: str | None = None) -> str:
-        """A secret of the request's key, equal in all frontends; the arguments are those of ``check``, which passed."""
-        return self._derived(b"prefix cache", authorization, key)
-
-    def tenant(self, authorization: str | None, key: str | None = None) -> str:
-        """The name of the request's key for engines, equal in all frontends; arguments as for ``cache_salt``."""
-        return self._derived(b"tenant", authorization, key)[:32]
-
-    def _derived(self, purpose: bytes, authorization: str | None, key: str | None) -> str:
+    def names(self, authorization: str | None, key: str | None = None) -> KeyNames:
+        """The names of the request's key; the arguments are those of ``check``, which passed."""
         given = _given(authorization, key)
         # The key may have been removed since the check.
         matching = (digest for digest in self._digests if any(hmac.compare_digest(each, digest) for each in given))
         used = next(matching, given[0])
-        return hmac.digest(used, purpose, "sha256").hex()
+        salt, tenant = (hmac.digest(used, purpose, "sha256").hex() for purpose in (b"prefix cache", b"tenant"))
+        return KeyNames(salt, tenant[:32])
 
     def _refresh(self) -> None:
         try:

@@ -90,12 +90,10 @@ class FrontendContext:
         """
         if self.api_keys is None:
             return Isolation(salt, None)
-        given = request.headers.get("authorization"), request.headers.get("x-api-key")
-        tenant = self.api_keys.tenant(*given)
-        if self.options.http.shared_prefix_cache:
-            return Isolation(salt, tenant)
-        of_key = self.api_keys.cache_salt(*given)
-        return Isolation(hashlib.sha256(f"{of_key}/{salt or ''}".encode()).hexdigest(), tenant)
+        names = self.api_keys.names(request.headers.get("authorization"), request.headers.get("x-api-key"))
+        if not self.options.http.shared_prefix_cache:
+            salt = hashlib.sha256(f"{names.cache_salt}/{salt or ''}".encode()).hexdigest()
+        return Isolation(salt, names.tenant)
 
     @property
     def adapters(self) -> Mapping[str, str]:
