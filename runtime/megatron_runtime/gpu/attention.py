@@ -148,10 +148,6 @@ def can_attend(num_arrays: int, width: int, dtype: torch.dtype) -> bool:
     return num_arrays == 2 and width <= WIDEST and dtype in types
 
 
-FIRST_WITH_FLOAT8 = 89
-"""The first compute capability with instructions for a cache in E4M3."""
-
-
 def attend(
     heads: Tensor,
     rotation: tuple[Tensor, Tensor] | None,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_runtime.gpu.expert_kernels import narrow_visits, route_rows, sort_visits, sum_visits, widen_visits
-from megatron_runtime.gpu.float8 import FIRST_NATIVE
+from megatron_runtime.gpu.float8 import FIRST_NATIVE, elements_at_once
 from megatron_runtime.gpu.launch import capability, launch, power_of_two
 from megatron_runtime.gpu.rows import ACTIVATIONS
 
@@ -95,8 +95,8 @@ class ScatteredMatrices:
         """Those of a product with tiles of ``rows`` rows, and the constants of the scales."""
         arch, is_float8 = capability(inputs), self.scales is not None
         sizes = product_sizes(arch, rows, inputs.element_size(), is_float8=is_float8)
-        if is_float8 and self.group < inputs.shape[1]:
-            sizes = replace(sizes, inner=min(sizes.inner, self.group & -self.group))
+        if is_float8:
+            sizes = replace(sizes, inner=elements_at_once(sizes.inner, self.group, inputs.shape[1]))
         scales = {"GROUP": self.group, "EXPONENT": self.exponent, "IS_NATIVE": is_float8 and arch >= FIRST_NATIVE}
         return sizes, scales
 

@@ -74,6 +74,11 @@ def tile_rows(rows: int) -> int:
     return next((each for each in TILE_ROWS if rows <= each), TILE_ROWS[-1])
 
 
+def elements_at_once(most: int, group: int, size: int) -> int:
+    """As many of the ``size`` elements of a sum as have one scale: a power of two, at most ``most``."""
+    return min(most, group & -group) if group < size else most
+
+
 def multiply(inputs: Tensor, weights: Float8Weights, bias: Tensor | None, *, rows_are_fixed: bool = False) -> Tensor:
     """``inputs W^T + bias``, by one launch: [T, in] to [T, out].
 
@@ -85,10 +90,8 @@ def multiply(inputs: Tensor, weights: Float8Weights, bias: Tensor | None, *, row
     """
     inputs = inputs.contiguous()
     (count, size), channels = inputs.shape, len(weights.codes)
-    is_grouped = weights.group < size
     arch, rows = capability(inputs), FIXED_TILE_ROWS if rows_are_fixed else tile_rows(count)
-    sizes = float8_sizes(arch, rows, channels, inputs.element_size(), is_grouped=is_grouped)
-    inner = min(sizes.inner, weights.group & -weights.group) if is_grouped else sizes.inner
+    sizes = float8_sizes(arch, rows, channels, inputs.element_size(), is_grouped=weights.group < size)
     output = inputs.new_empty(count, channels)
     launch(
         multiply_float8,
@@ -103,7 +106,7 @@ def multiply(inputs: Tensor, weights: Float8Weights, bias: Tensor | None, *, row
         TOGETHER=TILES_TOGETHER,
         BLOCK_M=sizes.rows,
         BLOCK_N=sizes.channels,
-        BLOCK_K=inner,
+        BLOCK_K=elements_at_once(sizes.inner, weights.group, size),
         num_warps=sizes.warps,
         num_stages=sizes.stages,
     )

@@ -56,13 +56,14 @@ def _obstacle_to_float8(config: ModelConfig, device: torch.device) -> str | None
         return "models with recurrent layers are not supported with a cache in fp8"
     if not has_triton():
         return "PyTorch's attention, which is used without Triton and a C compiler, does not support fp8"
-    from megatron_runtime.gpu.attention import FIRST_WITH_FLOAT8, can_attend
+    from megatron_runtime.gpu.attention import can_attend
+    from megatron_runtime.gpu.float8 import FIRST_NATIVE
     from megatron_runtime.gpu.launch import capability
 
     if not can_attend(len(layout.widths), layout.key_width, FLOAT8):
         return f"no kernel supports heads of {layout.key_width} channels"
     found = capability(torch.empty(0, device=device))
-    if found < FIRST_WITH_FLOAT8:
+    if found < FIRST_NATIVE:
         return f"GPUs from compute capability 8.9 on have fp8, and this one has {found / 10}"
     return None
 

@@ -31,7 +31,7 @@ def cases(capability: int) -> Iterator[Case]:
 
 def cache_cases(capability: int) -> Iterator[Case]:
     """Attention with a cache in fp8, at the sizes of an 8B model."""
-    if capability < attention.FIRST_WITH_FLOAT8:
+    if capability < float8.FIRST_NATIVE:
         return
     for name, kernel, constants, pointers, options in attention_cases(capability):
         if "keys" in pointers and not name.endswith("limited"):
