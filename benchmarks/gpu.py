@@ -63,12 +63,20 @@ def report(is_dry: bool, word: str = "", without: str | None = None) -> int:
     sizes = TOY if is_dry else REAL
     print(f"device: {'none; this is a dry run, whose times say nothing' if is_dry else device_name()}\n")
     rates: dict[int, float] = {}
-    checks = [*correctness.checks(sizes), *mixtures.checks(sizes), *float8_weights.checks(sizes)]
-    checks += float8_cache.checks(sizes)
-    checks += [*speed.checks(sizes), *prompt_steps.checks(sizes), *float8_weights.measurements(sizes)]
-    checks += float8_cache.measurements(sizes)
-    checks += [*engine_speed.checks(sizes, rates), *transformers_speed.checks(sizes, rates)]
-    checks += [*mixtures.measurements(sizes), *server.checks(sizes)]
+    checks = [
+        *correctness.checks(sizes),
+        *mixtures.checks(sizes),
+        *float8_weights.checks(sizes),
+        *float8_cache.checks(sizes),
+        *speed.checks(sizes),
+        *prompt_steps.checks(sizes),
+        *float8_weights.measurements(sizes),
+        *float8_cache.measurements(sizes),
+        *engine_speed.checks(sizes, rates),
+        *transformers_speed.checks(sizes, rates),
+        *mixtures.measurements(sizes),
+        *server.checks(sizes),
+    ]
     chosen = [check for check in checks if word in check[0] and (without is None or without not in check[0])]
     results = [*run(chosen)]
     print_results(results)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,6 +81,13 @@ def device_guard(tmp_path_factory: pytest.TempPathFactory) -> None:
         load_device_guard(tmp_path_factory.mktemp("guard"))
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         pytest.skip(f"the pretended device needs a C++ compiler: {error}")
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The program for machines with a GPU, as a module."""
+    monkeypatch.syspath_prepend(str(HERE.parents[2] / "benchmarks"))
+    return importlib.import_module("gpu")
 
 
 @pytest.fixture

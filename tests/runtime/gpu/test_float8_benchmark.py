@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
+from types import ModuleType
 
 import pytest
 from gpu_support.pretended import pretended_device
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-
 
 @pytest.mark.usefixtures("device_guard")
-def test_the_dry_run_of_fp8_finds_nothing_wrong(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    program = importlib.import_module("gpu")
+def test_the_dry_run_of_fp8_finds_nothing_wrong(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with pretended_device():
         assert program.report(is_dry=True, word="fp8") == 0
     printed = capsys.readouterr().out

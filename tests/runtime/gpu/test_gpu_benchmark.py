@@ -7,22 +7,13 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from gpu_support.pretended import pretended_device
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 pytestmark = pytest.mark.usefixtures("device_guard")
-
-
-@pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The program as a module."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("gpu")
 
 
 def test_the_dry_run_goes_through_all_checks_and_finds_nothing_wrong(

@@ -15,20 +15,17 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 REFUSAL = "--kv-cache-memory 65Gi: with 2.3Gi for the weights, ...; use 60Gi or less, or omit the size"
 
 
 @pytest.fixture
-def check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def check(program: ModuleType) -> ModuleType:
     """The module of the check."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    del program  # Its folder is in the path.
     return importlib.import_module("gpu_checks.server")
 
 
-@pytest.mark.usefixtures("check")
-def test_the_dry_run_checks_a_whole_server(capsys: pytest.CaptureFixture[str]) -> None:
-    program = importlib.import_module("gpu")
+def test_the_dry_run_checks_a_whole_server(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert program.report(is_dry=True, word="server") == 0
     printed = capsys.readouterr().out
     rows = (
