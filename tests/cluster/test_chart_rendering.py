@@ -40,8 +40,8 @@ def kustomized() -> list[Object]:
 @pytest.fixture(scope="session")
 def with_activator(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
     """The objects of the overlay in the docs that adds the activator."""
-    told = [each for block in doc_blocks("yaml") for each in yaml_documents.load_all(block.text)]
-    (overlay,) = (each for each in told if "components" in each)
+    documented = [each for block in doc_blocks("yaml") for each in yaml_documents.load_all(block.text)]
+    (overlay,) = (each for each in documented if "components" in each)
     folder = tmp_path_factory.mktemp("activator")
     shutil.copytree(ROOT / "manifests", folder / "manifests")
     (folder / "overlay").mkdir()

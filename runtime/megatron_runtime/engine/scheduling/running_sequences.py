@@ -55,7 +55,7 @@ class RunningSequences(OrderedSequences):
         They are the last ones of the tenant with the most running sequences, as long as it has at least as many as the
         tenant of ``head`` once both are done; or else those of that tenant itself whose bodies have larger tags. None
         has a higher priority. So a sequence that is evicted is in the queue behind ``head``, and does not evict it in
-        turn; and nobody is evicted below an equal share.
+        turn; and no tenant is evicted below an equal share.
         """
         if not self._may_have_excess(head):
             return

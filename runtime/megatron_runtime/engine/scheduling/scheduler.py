@@ -317,8 +317,8 @@ class Scheduler:
         return self.blocks_for(len(sequence.tokens)) - len(matched) + len(self._running)
 
     def _to_preempt(self, sequence: Sequence, matched: list[int]) -> list[Sequence]:
-        limits = {"num_needed": self._needed(sequence, matched), "max_requests": self.limits.max_requests}
-        return to_preempt(sequence, matched, self._running, self.allocator, **limits)
+        needed, most = self._needed(sequence, matched), self.limits.max_requests
+        return to_preempt(sequence, matched, self._running, self.allocator, num_needed=needed, max_requests=most)
 
     def _match(self, sequence: Sequence) -> list[int]:
         return [] if self._prefixes is None else self._prefixes.match(sequence)
