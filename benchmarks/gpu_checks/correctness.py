@@ -210,13 +210,16 @@ def on_device(model: Decoder) -> Decoder:
     return there
 
 
+def same_tokens(name: str, found: list[list[int]], expected: list[list[int]]) -> Result:
+    """The row of an engine's tokens beside those of the CPU."""
+    words = "equal" if found == expected else f"{found} instead of {expected}"
+    return Result(name, words, "those of the CPU", is_wrong=found != expected)
+
+
 def check_engine(model: Decoder, kind_of_model: str = "") -> Iterator[Result]:
     """Its tokens in float32, of eager passes and of CUDA graphs, against those of the CPU."""
     for name, params in SAMPLERS.items():
         expected = generate(model, params)
         for kind, num_cuda_graphs in (("eager", 0), ("graphs", 1)):
             found = generate(on_device(model), params, num_cuda_graphs)
-            words = "equal" if found == expected else f"{found} instead of {expected}"
-            yield Result(
-                f"engine's tokens, {kind_of_model}{name}, {kind}", words, "those of the CPU", is_wrong=found != expected
-            )
+            yield same_tokens(f"engine's tokens, {kind_of_model}{name}, {kind}", found, expected)

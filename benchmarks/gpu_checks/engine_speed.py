@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from runtime_support.byte_backend import END, byte_backend
 
-from gpu_checks.results import Check, Result, Sizes
+from gpu_checks.results import Check, Result, Sizes, free_memory
 from gpu_checks.speed import random_model, wait
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
@@ -64,13 +64,6 @@ def random_prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
     return torch.randint(vocabulary, (count, length), generator=generator).tolist()
 
 
-def free_memory(sizes: Sizes) -> None:
-    """That of earlier measurements, also on the device."""
-    gc.collect()
-    if sizes.has_gpu:
-        torch.cuda.empty_cache()
-
-
 def checks(sizes: Sizes, rates: dict[int, float]) -> Iterator[Check]:
     """The tokens per second of greedy decoding are added to ``rates``, by batch."""
     yield "steps of the engine", partial(measure, sizes, rates)
@@ -78,7 +71,7 @@ def checks(sizes: Sizes, rates: dict[int, float]) -> Iterator[Check]:
 
 def measure(sizes: Sizes, rates: dict[int, float]) -> Iterator[Result]:
     """The capture of the graphs, the time to the first token, and steps."""
-    free_memory(sizes)
+    free_memory(has_gpu=sizes.has_gpu)
     load = load_of(sizes)
     engine = make_engine(random_model(sizes), sizes, load)
     stats = engine.capture_stats

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -12,9 +11,18 @@ import torch
 from gpu_support.float8_cache import RoundedAttention, in_float8, widened
 from gpu_support.paged import PagedCase
 
-from gpu_checks.correctness import ATTENTION, SAMPLERS, compared, generate, on_device, same_bits, small_model
-from gpu_checks.results import DEVICE, Check, Result, Sizes
-from gpu_checks.speed import copied_bytes_per_second, decode, prefill, products_per_second, random_model
+from gpu_checks.correctness import (
+    ATTENTION,
+    SAMPLERS,
+    compared,
+    generate,
+    on_device,
+    same_bits,
+    same_tokens,
+    small_model,
+)
+from gpu_checks.results import DEVICE, Check, Result, Sizes, free_memory
+from gpu_checks.speed import bytes_read, copied_bytes_per_second, decode, prefill, products_per_second, random_model
 from megatron_runtime.model.kv_cache import FLOAT8
 
 FP8 = {"kv_cache_dtype": "fp8"}
@@ -60,19 +68,16 @@ def check_engine(sizes: Sizes) -> Iterator[Result]:
         expected = generate(model, SAMPLERS["greedy"])
     for kind, num_cuda_graphs in (("graphs", 1), ("eager", 0))[: 2 if sizes.has_gpu else 1]:
         found = generate(on_device(model), SAMPLERS["greedy"], num_cuda_graphs, **FP8)
-        words = "equal" if found == expected else f"{found} instead of {expected}"
-        yield Result(f"engine's tokens, fp8 cache, {kind}", words, "those of the CPU", is_wrong=found != expected)
+        yield same_tokens(f"engine's tokens, fp8 cache, {kind}", found, expected)
 
 
 @torch.inference_mode()
 def measure(sizes: Sizes) -> Iterator[Result]:
     """A prefill and decode passes."""
-    gc.collect()
-    if sizes.has_gpu:
-        torch.cuda.empty_cache()
+    free_memory(has_gpu=sizes.has_gpu)
     bandwidth, flops = copied_bytes_per_second(sizes), products_per_second(sizes)
     model = random_model(sizes)
-    weights = sum(each.numel() * each.element_size() for name, each in model.named_parameters() if "embed" not in name)
+    weights = bytes_read(model)
     results = [prefill(model, sizes, weights, flops, FLOAT8)]
     for context in sizes.contexts:
         batches = sizes.batches if sizes.has_gpu else sizes.batches[:1]

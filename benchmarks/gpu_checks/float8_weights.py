@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -13,10 +12,18 @@ from gpu_support.float8 import Float8Case, quantize_linears
 from gpu_support.float8_mixture import Float8Mixture
 from torch.nn import functional
 
-from gpu_checks.correctness import SAMPLERS, compared, generate, same_bits, small_model
+from gpu_checks.correctness import SAMPLERS, compared, generate, same_bits, same_tokens, small_model
 from gpu_checks.mixtures import measure_passes, random_case
-from gpu_checks.results import DEVICE, Check, Result, Sizes
-from gpu_checks.speed import copied_bytes_per_second, decode, prefill, products_per_second, random_model, seconds
+from gpu_checks.results import DEVICE, Check, Result, Sizes, free_memory
+from gpu_checks.speed import (
+    bytes_read,
+    copied_bytes_per_second,
+    decode,
+    prefill,
+    products_per_second,
+    random_model,
+    seconds,
+)
 from megatron_runtime.gpu.experts import TILE_ROWS
 from megatron_runtime.gpu.graphs import GraphRecorder
 from megatron_runtime.model.decoder import Decoder
@@ -92,15 +99,13 @@ def check_engine(sizes: Sizes) -> Iterator[Result]:
         quantize_linears(there, 32)
         there.copy_from(model)
         found = generate(there, SAMPLERS["greedy"], num_cuda_graphs)
-        words = "equal" if found == expected else f"{found} instead of {expected}"
-        name = f"engine's tokens, fp8 weights, {kind}"
-        yield Result(name, words, "those of the CPU", is_wrong=found != expected)
+        yield same_tokens(f"engine's tokens, fp8 weights, {kind}", found, expected)
 
 
 @torch.inference_mode()
 def measure_products(sizes: Sizes) -> Iterator[Result]:
     """All products of a layer, as a CUDA graph, beside those of the library with expanded matrices."""
-    free(sizes)
+    free_memory(has_gpu=sizes.has_gpu)
     one = replace(sizes, model=sizes.model | {"num_layers": 1})
     expanded = [each for each in random_model(one).layers.modules() if isinstance(each, Linear)]
     for kind, group in GROUPS.items():
@@ -137,16 +142,16 @@ def expansion(sizes: Sizes, linear: Float8Linear, rows: int) -> Result:
 @torch.inference_mode()
 def measure_model(sizes: Sizes, kind: str, group: int | None) -> Iterator[Result]:
     """The memory of the weights, a prefill and decode passes."""
-    free(sizes)
+    free_memory(has_gpu=sizes.has_gpu)
     bandwidth, flops = copied_bytes_per_second(sizes), products_per_second(sizes)
     model = random_model(sizes)
     expanded = sum(each.numel() * each.element_size() for each in model.parameters())
-    needed = sum(each.numel() * each.element_size() for name, each in model.named_parameters() if "embed" not in name)
+    needed = bytes_read(model)
     quantize_linears(model.layers, group)
-    free(sizes)
+    free_memory(has_gpu=sizes.has_gpu)
     kept = sum(each.numel() * each.element_size() for each in model.parameters())
     yield Result(f"fp8, scales of {kind}: weights", f"{kept / 1e9:.4g} GB, {kept / expanded:.1%} of expanded ones")
-    read = sum(each.numel() * each.element_size() for name, each in model.named_parameters() if "embed" not in name)
+    read = bytes_read(model)
     results = [prefill(model, sizes, needed, flops)]
     batches = sizes.batches if sizes.has_gpu else sizes.batches[:1]
     results += [decode(model, sizes, requests, sizes.contexts[0], read, bandwidth) for requests in batches]
@@ -157,19 +162,12 @@ def measure_model(sizes: Sizes, kind: str, group: int | None) -> Iterator[Result
 @torch.inference_mode()
 def measure_mixture(sizes: Sizes) -> Iterator[Result]:
     """A model with experts, as `mixtures.measure`, with blocks of 128 columns."""
-    free(sizes)
+    free_memory(has_gpu=sizes.has_gpu)
     ceilings = copied_bytes_per_second(sizes), products_per_second(sizes)
     batches = sizes.batches if sizes.has_gpu else sizes.batches[:1]
     sizes = replace(sizes, model=sizes.mixture, batches=batches)
     model = random_model(sizes)
     quantize_linears(model.layers, GROUPS["blocks"])
-    free(sizes)
+    free_memory(has_gpu=sizes.has_gpu)
     for result in measure_passes(model, sizes, *ceilings):
         yield replace(result, name=f"fp8 experts: {result.name}")
-
-
-def free(sizes: Sizes) -> None:
-    """The memory of what was measured before."""
-    gc.collect()
-    if sizes.has_gpu:
-        torch.cuda.empty_cache()

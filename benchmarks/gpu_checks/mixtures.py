@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,7 @@ import torch
 from gpu_support.mixture import MixtureCase
 
 from gpu_checks.correctness import check_engine, compared, small_model
-from gpu_checks.results import DEVICE, Check, Result, Sizes
+from gpu_checks.results import DEVICE, Check, Result, Sizes, free_memory
 from gpu_checks.speed import copied_bytes_per_second, decode, prefill, products_per_second, random_model
 from megatron_runtime.gpu import experts
 from megatron_runtime.model.config import ExpertsConfig
@@ -95,9 +94,7 @@ def small_mixture() -> Decoder:
 @torch.inference_mode()
 def measure(sizes: Sizes) -> Iterator[Result]:
     """A prefill and decode passes. The floor reads the experts that a batch of random choices is expected to need."""
-    gc.collect()  # The model before this one.
-    if sizes.has_gpu:
-        torch.cuda.empty_cache()
+    free_memory(has_gpu=sizes.has_gpu)
     ceilings = copied_bytes_per_second(sizes), products_per_second(sizes)
     sizes = replace(sizes, model=sizes.mixture)
     for result in measure_passes(random_model(sizes), sizes, *ceilings):

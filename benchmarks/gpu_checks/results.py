@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -41,6 +42,13 @@ def run(checks: Iterable[Check]) -> Iterator[Result]:
                 yield result
         except Exception as error:
             yield failure(name, error)
+
+
+def free_memory(*, has_gpu: bool) -> None:
+    """That of what earlier checks have left."""
+    gc.collect()
+    if has_gpu:
+        torch.cuda.empty_cache()
 
 
 def failure(name: str, error: Exception) -> Result:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import http.client
 import importlib.metadata
 import json
@@ -24,7 +23,7 @@ import torch
 from runtime_support.processes import children_of
 
 import megatron_runtime
-from gpu_checks.results import DEVICE, Check, Result, Sizes, failure
+from gpu_checks.results import DEVICE, Check, Result, Sizes, failure, free_memory
 from gpu_checks.served import read_answers, write_llama
 from megatron_runtime.processes.parent_link import EXIT_BAD_INPUT
 from offline_throughput import make_prompts
@@ -107,9 +106,7 @@ def measure(sizes: ServerSizes) -> Iterator[Result]:
         named = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
         yield Result("server", f"not measured: {named}; pip install '.[runtime]'")
         return
-    if sizes.has_gpu:  # what earlier checks have left
-        gc.collect()
-        torch.cuda.empty_cache()
+    free_memory(has_gpu=sizes.has_gpu)
     with tempfile.TemporaryDirectory() as name:
         served = ServedModel(Path(name), sizes)
         with served.start(**{"offload-weights": True}) as start:

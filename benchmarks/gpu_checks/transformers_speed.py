@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from gpu_checks.engine_speed import free_memory, load_of, random_prompts
-from gpu_checks.results import DEVICE, Check, Result, Sizes
+from gpu_checks.engine_speed import load_of, random_prompts
+from gpu_checks.results import DEVICE, Check, Result, Sizes, free_memory
 from gpu_checks.speed import wait
 
 TIME_LIMIT = 40.0
@@ -46,7 +46,7 @@ def measure(sizes: Sizes, rates: dict[int, float]) -> Iterator[Result]:
     except ImportError:
         yield Result("transformers", "not measured: it is not installed; pip install transformers")
         return
-    free_memory(sizes)
+    free_memory(has_gpu=sizes.has_gpu)
     try:
         model = random_llama(transformers, sizes)
     except Exception as error:
@@ -65,7 +65,7 @@ def measure(sizes: Sizes, rates: dict[int, float]) -> Iterator[Result]:
             is_late = time.monotonic() > ends_at
             words = f"not measured: {TIME_LIMIT:g} s have passed" if is_late else compared(work, prompts, rates)
             yield Result(title, words)
-            free_memory(sizes)
+            free_memory(has_gpu=sizes.has_gpu)
 
 
 def compared(work: Callable[[Prompts], float], prompts: Prompts, rates: dict[int, float]) -> str:
