@@ -9,6 +9,7 @@ import torch
 
 from megatron_runtime.engine.context import DynamicInferenceContext, LogProbRows
 from megatron_runtime.engine.draft_rows import draft_rows
+from megatron_runtime.engine.drafter import Drafter
 from megatron_runtime.engine.graph_sizes import GraphSize
 from megatron_runtime.engine.next_pass import NextPass
 from megatron_runtime.engine.pass_graphs import PassGraphs
@@ -18,7 +19,6 @@ from megatron_runtime.engine.scheduling.schedule import Schedule
 from megatron_runtime.engine.scheduling.scheduler import Scheduler
 from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice, SettledPass
 from megatron_runtime.engine.shared_output import PendingOutput, awaited_output, share_output
-from megatron_runtime.engine.speculation import Speculation
 from megatron_runtime.engine.text_generation_controller import StepOutput, TextGenerationController
 from megatron_runtime.engine.tracked_request import FinishReason, Scores, TrackedRequest
 from megatron_runtime.errors import EngineError, InvalidLogitsError
@@ -65,7 +65,7 @@ class PassRunner:
         self._scheduler = scheduler
         self._requests = requests
         self._graphs = graphs
-        self.speculation = Speculation(context, controller.model, scheduler.goodput)
+        self.drafter = Drafter(context, controller.model, scheduler.goodput)
         self.graph_size: int | None = None
         """Requests of the CUDA graph of the last pass, with padding; None: it ran eagerly."""
         self._next = None if graphs is None else NextPass(graphs, context, scheduler)
@@ -161,7 +161,7 @@ class PassRunner:
     def _begin(self, slices: list[SequenceSlice]) -> _Pass | None:
         """None if the device had too little memory, which ends requests of the pass."""
         try:
-            slices = self.speculation.propose(slices)
+            slices = self.drafter.propose(slices)
             started = self._context.clock()
             self._context.load_snapshots(slices)
             with draft_rows(slices) as rows:
@@ -290,7 +290,7 @@ class PassRunner:
             self._settle_one(tracked, part, token, scores)
             if sampled and token is not None:
                 self._settle_drafts(tracked, part, [token, *sampled])
-        self.speculation.note_pass(done.slices, seconds)
+        self.drafter.note_pass(done.slices, seconds)
 
     def _apply_settled(self, settled: SettledPass) -> None:
         try:
@@ -310,7 +310,7 @@ class PassRunner:
             accepted += 1
             self._scheduler.accept_draft(part.sequence)
             self._settle_one(tracked, part, sampled[accepted], [])
-        self.speculation.note_drafts(part, accepted)
+        self.drafter.note_drafts(part, accepted)
 
     def _settle_one(self, tracked: TrackedRequest, part: SequenceSlice, token: int | None, scores: Scores) -> None:
         if token == NO_TOKEN:

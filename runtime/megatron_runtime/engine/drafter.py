@@ -11,8 +11,8 @@ from megatron_runtime.engine.scheduling.sequence import SequenceSlice
 from megatron_runtime.model.decoder import Decoder
 
 
-class Speculation:
-    """Speculation of one engine.
+class Drafter:
+    """The drafts of one engine.
 
     Args:
         context: Has the draft model of its configuration, if there is one.
