@@ -47,8 +47,8 @@ class WeightPlaces:
             here = [_as(tensor, tensor.detach().to("cpu", copy=True)) for tensor in self._there]
             for number, tensor in enumerate(here):
                 self._give(number, tensor)
-            self._arena.unmap()
             self._is_released = True
+        self._arena.unmap()  # Also what a `restore` that failed has mapped.
 
     def restore(self) -> None:
         """Move all back; also other values that the tensors on the CPU have got meanwhile.

@@ -1,7 +1,7 @@
 """Tensors that say they are on cuda:0 and are computed on the CPU, to count what a GPU would have to do.
 
-An operator with tensors of both devices fails, as on a GPU, and so does the use of memory that was given back to the
-driver. Launches, waits of the host and copies are counted. Streams, speed, and other memory are not represented.
+An operator with tensors of both devices fails, as on a GPU, and so does the use of unmapped memory. Launches, waits of
+the host and copies are counted. Streams, speed, and the memory of PyTorch's allocator are not represented.
 """
 
 from __future__ import annotations
