@@ -115,8 +115,8 @@ def one_gpu(node: str) -> dict[str, Json]:
     }
 
 
-def test_the_objects_of_the_driver_match_the_schemas() -> None:
-    for obj in one_gpu("n1").values():
+def test_the_objects_of_the_driver_and_the_pod_match_the_schemas() -> None:
+    for obj in (*one_gpu("n1").values(), claiming_pod("default", 0)):
         check(obj, [f"1.{minor}" for minor in range(34, 38)])
 
 
