@@ -163,8 +163,8 @@ class InferenceConfig(UnavailableSettings):
     num_speculative_tokens: int = 0
     """Maximum number of tokens that a pass verifies for a request besides its next one: those that followed the last
     occurrence of its latest tokens, or those of ``speculative_draft_model``, instead of the drafts of Megatron's
-    prediction heads. They change no token. Requests with log probabilities or a limit of their reasoning have none.
-    0: no speculation."""
+    prediction heads. They change no token, and are fewer where they cost more time than they save. Requests with log
+    probabilities or a limit of their reasoning have none. 0: no speculation."""
     speculative_draft_model: Any = field(default=None, repr=False)
     """A small model from `load_model`, with the vocabulary of the served one, whole on each rank, which drafts these
     tokens. Its keys and values are in the blocks of the KV cache and count in its size."""

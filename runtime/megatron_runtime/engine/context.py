@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Slices
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +85,8 @@ class DynamicInferenceContext:
     ) -> None:
         self.config = inference_config
         self.block_size_tokens = inference_config.block_size_tokens
+        self.clock: Callable[[], float] = time.perf_counter
+        """Monotonic seconds, which measure what drafts cost. The tokens of an answer do not depend on it."""
         self.is_allocated = False
         """Whether there is a KV cache, which may be released for a while."""
         self.reset_counts()
