@@ -12,6 +12,7 @@ from megatron_runtime.engine.text_generation_controller import TextGenerationCon
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.experts import Experts
 from megatron_runtime.model.refit import Weights, offload_weights, restore_weights, update_weights
+from megatron_runtime.parallel.timeouts import LOAD_TIMEOUT
 from megatron_runtime.processes.allocator import return_freed_memory
 
 
@@ -93,4 +94,5 @@ class EngineMemory:
         if self.graphs is None or self.graphs.sizes:
             return
         if capture_obstacle(self._controller.model, self._context) is None:
-            self.capture_stats = self.graphs.capture()
+            ranks = self._controller.model.ranks
+            self.capture_stats = ranks.supervise(self.graphs.capture, LOAD_TIMEOUT)

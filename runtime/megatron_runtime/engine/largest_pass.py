@@ -129,7 +129,7 @@ def run_largest_pass(
     )
     batch = _largest_batch(limits, cache.num_blocks, model.device)
     tape = RoutingTape() if records_routing else None
-    if not model.ranks.position.samples:
+    if not model.ranks.has_logits:
         model(batch, cache, tape)
         return
     rows = len(batch.logit_rows)

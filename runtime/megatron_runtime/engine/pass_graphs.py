@@ -112,8 +112,11 @@ def capture_obstacle(model: Decoder, context: DynamicInferenceContext) -> str | 
     """Why passes of this model can't be captured; None if they can."""
     if model.device.type != "cuda":
         return f"the model is on the device {model.device.type}"
-    if model.ranks.position.sizes.ranks_per_replica_group > 1:
-        return "the model is divided among several ranks, whose communication is not captured"
+    sizes = model.ranks.position.sizes
+    if sizes.pipeline > 1:
+        return f"the model is divided among {sizes.pipeline} pipeline stages, whose communication is not captured"
+    if sizes.expert > sizes.tensor:
+        return f"only {sizes.tensor} of {sizes.expert} expert parallel ranks compute logits, and sample"
     if not has_gpu_attention(context.kv_cache):
         return "its attention has no kernel of this project, and PyTorch's depends on values on the host"
     if model.config.recurrent is not None:

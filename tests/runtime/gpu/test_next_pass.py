@@ -32,7 +32,7 @@ def add(engine: DynamicInferenceEngine, number: int, length: int, **params: Any)
 
 
 def next_pass(engine: DynamicInferenceEngine) -> NextPass:
-    found = engine._passes._next
+    found = engine._passes._starter._next
     assert found is not None
     return found
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runtime_support.device_collectives import use_collectives
 from runtime_support.group_scenarios import join
 
 from megatron_runtime.config import InferenceConfig
@@ -123,12 +124,21 @@ def serve(engine: Any, *, interrupt: Callable[[int], None] = lambda _: None) -> 
 
 
 def serve_in_lock_step(
-    rank: int, sizes: ParallelSizes, port: int, path: Path, mode: str, draft: Path | None = None
+    rank: int,
+    sizes: ParallelSizes,
+    port: int,
+    path: Path,
+    mode: str,
+    draft: Path | None = None,
+    as_on_gpus: bool = False,
 ) -> dict[str, Any]:
     """The same on several ranks, with a pause and a suspension in between. Each rank measures other times of masks.
 
-    Tokens are drafted by the checkpoint ``draft``, or copied from earlier ones.
+    Tokens are drafted by the checkpoint ``draft``, or copied from earlier ones. As on GPUs, each tensor parallel rank
+    of the last stage samples.
     """
+    if as_on_gpus:
+        use_collectives()
     setattr(RequestGuide, "mask_milliseconds", property(lambda _: 5 + rank, lambda _, __: None))  # noqa: B010
     ranks = join(sizes, rank, port)
     model = None if draft is None else load_model(draft, dtype="float32")

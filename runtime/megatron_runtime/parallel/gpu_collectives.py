@@ -1,0 +1,98 @@
+"""Sums and gathers of tensors on GPUs, by NCCL.
+
+Each operation is a launch on the current stream, which CUDA graphs can capture. The host does not wait for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_runtime.parallel.process_groups import ProcessGroups
+
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_NO_HANDLING = "0"
+
+
+class GpuCollectives:
+    """The `Collectives` of GPUs.
+
+    Logits go to all ranks: each samples the same token with the same kernels, and begins the next pass with it, without
+    a message by way of the host.
+
+    Args:
+        groups: The process groups.
+        device: The GPU of this rank.
+    """
+
+    only_begins = True
+    gathers_to_all = True
+
+    def __init__(self, groups: ProcessGroups, device: torch.device) -> None:
+        self._groups = groups
+        self._device = device
+
+    def sum(self, part: Tensor) -> Tensor:
+        """As in Collectives."""
+        self._all_reduce(part, self._groups.tensor)
+        return part
+
+    def sum_experts(self, part: Tensor) -> Tensor:
+        """As in Collectives."""
+        self._all_reduce(part, self._groups.expert)
+        return part
+
+    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
+        """As in Collectives; NCCL gathers parts of equal widths, the widest one's."""
+        rows, widest = len(part), max(widths)
+        padded = part if part.shape[1] == widest else functional.pad(part, (0, widest - part.shape[1]))
+        gathered = part.new_empty(len(widths), rows, widest)
+        self._all_gather(gathered, padded.contiguous())
+        if min(widths) == widest:
+            return gathered.transpose(0, 1).reshape(rows, -1)
+        return torch.cat([gathered[rank, :, :width] for rank, width in enumerate(widths)], dim=1)
+
+    def abort(self) -> None:
+        """As in Collectives. In one group of NCCL calls, as torch does it: an abort frees memory, which waits for the
+        device, and so for what the other communicators have begun.
+        """
+        backends: list[Any] = [group._get_backend(self._device) for group in self._groups.of_tensors]
+        with torch.cuda.device(self._device):
+            backends[0]._group_start()
+            for backend in backends:
+                backend.abort()
+            backends[0]._group_end()
+
+    def close(self) -> None:
+        """Does nothing."""
+
+    def _all_reduce(self, part: Tensor, group: dist.ProcessGroup) -> None:
+        """Add up the parts of all ranks of the group in place."""
+        dist.all_reduce(part, group=group)
+
+    def _all_gather(self, gathered: Tensor, part: Tensor) -> None:
+        """[ranks of a layer, ...] from the parts of all of them."""
+        dist.all_gather_into_tensor(gathered, part, group=self._groups.tensor)
+
+
+@contextmanager
+def without_error_handling() -> Iterator[None]:
+    """Process groups that are created in this block leave errors and time limits to `device_watch.DeviceWatch`. By
+    default torch ends the process at a collective's timeout, without an error that names the lost rank.
+    """
+    before = os.environ.get(_ERROR_HANDLING)
+    os.environ[_ERROR_HANDLING] = _NO_HANDLING
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ERROR_HANDLING]
+        else:
+            os.environ[_ERROR_HANDLING] = before
