@@ -6,7 +6,7 @@ Each operation is a launch on the current stream, which CUDA graphs can capture.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,8 @@ from megatron_runtime.parallel.process_groups import ProcessGroups
 
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _NO_HANDLING = "0"
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""The second is its name before PyTorch 2.13."""
 
 
 class GpuCollectives:
@@ -53,8 +55,9 @@ class GpuCollectives:
         """As in Collectives; NCCL gathers parts of equal widths, the widest one's."""
         rows, widest = len(part), max(widths)
         padded = part if part.shape[1] == widest else functional.pad(part, (0, widest - part.shape[1]))
-        gathered = part.new_empty(len(widths), rows, widest)
-        self._all_gather(gathered, padded.contiguous())
+        flat = part.new_empty(len(widths) * rows, widest)
+        self._all_gather(flat, padded.contiguous())
+        gathered = flat.view(len(widths), rows, widest)
         if min(widths) == widest:
             return gathered.transpose(0, 1).reshape(rows, -1)
         return torch.cat([gathered[rank, :, :width] for rank, width in enumerate(widths)], dim=1)
@@ -78,8 +81,8 @@ class GpuCollectives:
         dist.all_reduce(part, group=group)
 
     def _all_gather(self, gathered: Tensor, part: Tensor) -> None:
-        """[ranks of a layer, ...] from the parts of all of them."""
-        dist.all_gather_into_tensor(gathered, part, group=self._groups.tensor)
+        """The parts of all ranks of a layer, one below the other."""
+        _all_gather(gathered, part, group=self._groups.tensor)
 
 
 @contextmanager

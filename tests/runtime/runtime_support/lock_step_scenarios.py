@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engine.profiler import FOLDER_VARIABLE
 from megatron_runtime.engine.sampling.grammar import RequestGuide
+from megatron_runtime.engine.text_generation_controller import StepOutput
 from megatron_runtime.engine.worker.follower_actions import run_follower
 from megatron_runtime.engine.worker.lock_step import LockStepEngine
 from megatron_runtime.errors import CheckpointError, LockStepError, LostRankError
@@ -144,7 +145,13 @@ def serve_in_lock_step(
     model = None if draft is None else load_model(draft, dtype="float32")
     settings = {"num_speculative_tokens": 3, "speculative_draft_model": model}
     engine = build(path, ranks, kv_cache_management_mode=mode, offload_weights=True, **settings)
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {"sampled passes": 0}
+
+    def run(*args: Any, sample: Callable[..., StepOutput] = engine.controller.run) -> StepOutput:
+        results["sampled passes"] += 1
+        return sample(*args)
+
+    setattr(engine.controller, "run", run)  # noqa: B010
     if rank:
         run_follower(engine, ranks)
     else:
@@ -220,6 +227,28 @@ def stray(rank: int, sizes: ParallelSizes, port: int, path: Path) -> str:
             engine.scheduler.schedule()
             engine.abort_request(77)
             engine.add_request(78, [1], SamplingParams(num_tokens_to_generate=4))
+            run_follower(engine, ranks)
+        else:
+            serve(LockStepEngine(engine, ranks))
+    except (LockStepError, LostRankError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def sample_another_token(rank: int, sizes: ParallelSizes, port: int, path: Path) -> str:
+    """As on GPUs, one rank samples another token than the others."""
+    use_collectives()
+    ranks = join(sizes, rank, port, timeout=5.0)
+    engine = build(path, ranks)
+    if rank:
+
+        def run(*args: Any, sample: Callable[..., StepOutput] = engine.controller.run) -> StepOutput:
+            sampled = sample(*args)
+            return replace(sampled, tokens=[token + 1 for token in sampled.tokens])
+
+        setattr(engine.controller, "run", run)  # noqa: B010
+    try:
+        if rank:
             run_follower(engine, ranks)
         else:
             serve(LockStepEngine(engine, ranks))
