@@ -105,6 +105,8 @@ class PassRunner:
         is_full = len(self._in_flight) == self._scheduler.limits.passes_in_flight
         if self._in_flight and (is_full or not schedule.slices or not self._scheduler.has_idle):
             self._settle(self._in_flight.popleft())
+        if not self._in_flight and not self._scheduler.num_running and not self._scheduler.num_waiting:
+            self._starter.check_outputs()  # There may be no next pass.
 
     def settle_all(self) -> None:
         """Settle all passes in flight, and drop what has begun besides."""

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
 from megatron_runtime.parallel.process_groups import ProcessGroups
 
@@ -54,9 +53,11 @@ class GpuCollectives:
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         """As in Collectives; NCCL gathers parts of equal widths, the widest one's."""
         rows, widest = len(part), max(widths)
-        padded = part if part.shape[1] == widest else functional.pad(part, (0, widest - part.shape[1]))
+        if part.shape[1] < widest:
+            narrow, part = part, part.new_empty(rows, widest)  # What is beyond it is cut off again.
+            part[:, : narrow.shape[1]].copy_(narrow)
         flat = part.new_empty(len(widths) * rows, widest)
-        self._all_gather(flat, padded.contiguous())
+        self._all_gather(flat, part.contiguous())
         gathered = flat.view(len(widths), rows, widest)
         if min(widths) == widest:
             return gathered.transpose(0, 1).reshape(rows, -1)
