@@ -132,7 +132,7 @@ def run_largest_pass(
     if not model.ranks.has_logits:
         model(batch, cache, tape)
         return
-    rows = len(batch.logit_rows)
+    rows = len(batch.context_lengths)
     rules = SamplingRules(
         temperature=np.ones(rows, np.float32),
         keys=noise_keys(np.arange(rows, dtype=np.uint64), np.zeros(rows, np.int64)),

@@ -163,7 +163,6 @@ class PassGraphs:
             self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
             self._copies = TokenCopies(self._tokens)
             self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
-            self._every = torch.arange(largest, device=device)
 
     @property
     def sizes(self) -> list[GraphSize]:
@@ -258,9 +257,9 @@ class PassGraphs:
 
         there, (tokens, requests) = self._arrays.there, size
         self._flat_tables.index_copy_(0, there["new_places"], there["new_blocks"])
-        starts, logit_rows = self._starts, self._every
+        starts, logit_rows = self._starts, None
         if size.has_prompts:
-            starts, logit_rows = there["query_starts"], there["logit_rows"]
+            starts, logit_rows = there["query_starts"], there["logit_rows"][:requests]
             inputs = there["tokens"][:tokens]
         else:
             inputs = sampled_or_known(there["tokens"][:tokens], there["sources"][:tokens], self._tokens)
@@ -270,7 +269,7 @@ class PassGraphs:
             context_lengths=there["context_lengths"][:requests],
             query_starts=starts[: requests + 1],
             block_tables=self._tables.index_select(0, there["table_rows"][:requests]),
-            logit_rows=logit_rows[:requests],
+            logit_rows=logit_rows,
             adapters=None,
         )
         logits = self._model(batch, self._context.kv_cache)

@@ -108,7 +108,7 @@ class Decoder(nn.Module):
             return None
         if pool is not None:
             pool.add(hidden, self.head.norm)
-        logits: Tensor | None = self.head(hidden[batch.logit_rows])
+        logits: Tensor | None = self.head(hidden if batch.logit_rows is None else hidden[batch.logit_rows])
         return logits
 
     def prepare(self) -> None:

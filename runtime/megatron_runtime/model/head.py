@@ -51,8 +51,8 @@ class Head(nn.Module):
             logits = linear(normalized, self.table, None, self.rows_together)
         else:
             logits = self._packed(normalized)
-        gathered = self._ranks.gather(logits, self._widths)  # before the conversion, which doubles their bytes
-        return None if gathered is None else self._finish(gathered.float())
+        gathered = self._ranks.gather(logits, self._widths)
+        return None if gathered is None else self._finish(gathered)
 
     def pack(self) -> None:
         """Pack the table for the matrix kernels, unless it is quantized. A table shared with the embedding is kept,

@@ -52,7 +52,7 @@ class CpuCollectives:
         dist.gather(padded, gathered, dst=self._groups.first + first, group=self._groups.tensor)
         if gathered is None:
             return None
-        return torch.cat([columns[:, :width] for columns, width in zip(gathered, widths, strict=True)], dim=1)
+        return torch.cat([columns[:, :width] for columns, width in zip(gathered, widths, strict=True)], dim=1).float()
 
     def abort(self) -> None:
         """Does nothing: the host waits itself, and its connections end with a lost rank."""

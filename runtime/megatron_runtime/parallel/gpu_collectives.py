@@ -59,9 +59,10 @@ class GpuCollectives:
         flat = part.new_empty(len(widths) * rows, widest)
         self._all_gather(flat, part.contiguous())
         gathered = flat.view(len(widths), rows, widest)
-        if min(widths) == widest:
-            return gathered.transpose(0, 1).reshape(rows, -1)
-        return torch.cat([gathered[rank, :, :width] for rank, width in enumerate(widths)], dim=1)
+        if min(widths) < widest:
+            return torch.cat([gathered[rank, :, :width] for rank, width in enumerate(widths)], dim=1).float()
+        logits = torch.empty(rows, len(widths), widest, dtype=torch.float32, device=part.device)
+        return logits.copy_(gathered.transpose(0, 1)).view(rows, -1)
 
     def abort(self) -> None:
         """As in Collectives. In one group of NCCL calls, as torch does it: an abort frees memory, which waits for the

@@ -125,7 +125,7 @@ class MultipleRanks:
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
         """As in Ranks."""
         if self.position.sizes.tensor == 1:
-            return part
+            return part.float()
         return self._do("gathering logits", self._collectives.gather, part, widths)
 
     def send(self, hidden: Tensor) -> None:

@@ -85,8 +85,8 @@ class Ranks(Protocol):
         ...
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
-        """The columns of all ranks of this layer side by side. On a CPU on the first of them, None on the others; on a
-        GPU on all of them.
+        """The columns of all ranks of this layer side by side, in float32. On a CPU on the first of them, None on the
+        others; on a GPU on all of them.
 
         ``part`` is [rows, widths[tensor rank]].
         """

@@ -66,9 +66,9 @@ class SingleRank:
         return part
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
-        """The part."""
+        """The part in float32."""
         del widths
-        return part
+        return part.float()
 
     def send(self, hidden: Tensor) -> None:
         """Never called, because there is no next stage."""
