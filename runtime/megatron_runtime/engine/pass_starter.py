@@ -85,12 +85,16 @@ class PassStarter:
         return self._outputs.awaited(slices)
 
     def _samples(self, slices: list[SequenceSlice]) -> bool:
-        """Whether this rank samples a pass. With grammars only one does: the schedule depends on how long it takes for
-        their masks.
-        """
+        """Whether this rank samples a pass."""
         ranks = self._controller.model.ranks
-        if ranks.position.samples or not ranks.has_logits:
-            return ranks.position.samples
+        return ranks.position.samples or (ranks.has_logits and self._all_can_sample(slices))
+
+    def _all_can_sample(self, slices: list[SequenceSlice]) -> bool:
+        """Whether all ranks that have the logits can sample a pass. With a grammar one does it for all: the schedule
+        depends on the times that it takes to compute the masks.
+        """
+        if self._controller.model.ranks.position.sizes.ranks_per_replica_group == 1:
+            return True
         return all(self._requests[part.sequence.request_id].params.grammar is None for part in slices)
 
     def _begin_captured(self, slices: list[SequenceSlice], size: GraphSize) -> PendingOutput:
@@ -101,7 +105,7 @@ class PassStarter:
             self._graphs.begin(slices, size, self._context.sampling_rules(slices, with_edits=False))
             return self._outputs.awaited(slices)
         rules, wanted = self._context.sampling_rules(slices), self._log_prob_rows(slices)
-        if not rules.edits and wanted is None:
+        if not rules.edits and wanted is None and self._all_can_sample(slices):
             return self._outputs.own(slices, self._next.run(slices, size, rules))
         self._next.drop()
         begun = self._graphs.begin(slices, size, rules)

@@ -6,6 +6,7 @@ Each operation is a launch on the current stream, which CUDA graphs can capture.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -65,15 +66,19 @@ class GpuCollectives:
         return logits.copy_(gathered.transpose(0, 1)).view(rows, -1)
 
     def abort(self) -> None:
-        """As in Collectives. In one group of NCCL calls, as torch does it: an abort frees memory, which waits for the
-        device, and so for what the other communicators have begun.
+        """As in Collectives. All communicators at once, each in a thread: an abort frees memory, which waits for the
+        device, and so for what another communicator has begun.
         """
-        backends: list[Any] = [group._get_backend(self._device) for group in self._groups.of_tensors]
-        with torch.cuda.device(self._device):
-            backends[0]._group_start()
-            for backend in backends:
-                backend.abort()
-            backends[0]._group_end()
+        backends = (group._get_backend(self._device) for group in self._groups.of_tensors)
+        aborts = [threading.Thread(target=self._abort, args=(backend,), daemon=True) for backend in backends]
+        for abort in aborts:
+            abort.start()
+        for abort in aborts:
+            abort.join()
+
+    def _abort(self, backend: Any) -> None:
+        with torch.cuda.device(self._device):  # of this thread
+            backend.abort()
 
     def close(self) -> None:
         """Does nothing."""

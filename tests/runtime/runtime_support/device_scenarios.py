@@ -86,6 +86,25 @@ def fail_at_work(rank: int, sizes: ParallelSizes, port: int) -> str:
     return "nothing"
 
 
+def gather_columns(rank: int, sizes: ParallelSizes, port: int) -> list[bool]:
+    """Whether this rank gets all columns of random matrices, and keeps its own part."""
+    use_collectives()
+    ranks = join(sizes, rank, port)
+    generator, equal = torch.Generator().manual_seed(5), []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for widths in ([4, 4, 4], [5, 4, 4], [2, 1, 1]):
+            for rows in (0, 1, 7):
+                whole = torch.randn(rows, sum(widths), generator=generator).to(dtype)
+                own = whole.split(widths, dim=1)[rank].clone()
+                given = own.clone()
+                found = ranks.gather(given, widths)
+                assert found is not None
+                equal.append(found.dtype is torch.float32 and torch.equal(found, whole.float()))
+                assert torch.equal(given, own)
+    ranks.close()
+    return equal
+
+
 def _collectives(ranks: Ranks) -> GlooCollectives:
     found = ranks._collectives  # type: ignore[attr-defined]
     assert isinstance(found, GlooCollectives)
