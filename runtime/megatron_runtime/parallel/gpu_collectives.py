@@ -63,7 +63,7 @@ class GpuCollectives:
         if min(widths) < widest:
             return torch.cat([gathered[rank, :, :width] for rank, width in enumerate(widths)], dim=1).float()
         logits = torch.empty(rows, len(widths), widest, dtype=torch.float32, device=part.device)
-        return logits.copy_(gathered.transpose(0, 1)).view(rows, -1)
+        return logits.copy_(gathered.transpose(0, 1)).view(rows, sum(widths))
 
     def abort(self) -> None:
         """As in Collectives. All communicators at once, each in a thread: an abort frees memory, which waits for the

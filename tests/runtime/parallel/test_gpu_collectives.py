@@ -18,10 +18,11 @@ from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.process_groups import ProcessGroups
 
 
-def test_each_rank_gets_the_bits_of_all_columns_in_float32() -> None:
-    """In each type, with rows of any number, and parts of equal and of different widths."""
+@pytest.mark.parametrize("as_on_gpus", [True, False])
+def test_each_rank_with_logits_gets_the_bits_of_all_columns_in_float32(as_on_gpus: bool) -> None:
+    """In each type, with rows of any number, and parts of equal and of different widths; on a CPU the first rank."""
     sizes = ParallelSizes(tensor=3)
-    said = run_ranks(device_scenarios.gather_columns, 3, sizes, free_port())
+    said = run_ranks(device_scenarios.gather_columns, 3, sizes, free_port(), as_on_gpus)
     assert said == [[True] * len(said[0])] * 3
     assert len(said[0]) == 3 * 3 * 3
 

@@ -145,13 +145,8 @@ def serve_in_lock_step(
     model = None if draft is None else load_model(draft, dtype="float32")
     settings = {"num_speculative_tokens": 3, "speculative_draft_model": model}
     engine = build(path, ranks, kv_cache_management_mode=mode, offload_weights=True, **settings)
-    results: dict[str, Any] = {"sampled passes": 0}
-
-    def run(*args: Any, sample: Callable[..., StepOutput] = engine.controller.run) -> StepOutput:
-        results["sampled passes"] += 1
-        return sample(*args)
-
-    setattr(engine.controller, "run", run)  # noqa: B010
+    results: dict[str, Any] = {}
+    _count_sampled_passes(engine, results)
     if rank:
         run_follower(engine, ranks)
     else:
@@ -184,6 +179,16 @@ def serve_in_lock_step(
     results["stats"] = engine.stats()
     ranks.close()
     return results
+
+
+def _count_sampled_passes(engine: DynamicInferenceEngine, results: dict[str, Any]) -> None:
+    results["sampled passes"] = 0
+
+    def run(*args: Any, sample: Callable[..., StepOutput] = engine.controller.run) -> StepOutput:
+        results["sampled passes"] += 1
+        return sample(*args)
+
+    setattr(engine.controller, "run", run)  # noqa: B010
 
 
 def renew(rank: int, sizes: ParallelSizes, port: int, old: Path, new: Path) -> dict[str, Any]:
