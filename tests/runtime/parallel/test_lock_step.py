@@ -140,9 +140,8 @@ def assert_same_as_alone(
     path: Path, sizes: ParallelSizes, mode: str, draft: Path | None = None, *, as_on_gpus: bool = False
 ) -> Any:
     """The results of all ranks."""
-    ranks = sizes.ranks_per_replica_group
-    arguments = sizes, free_port(), path, mode, draft, as_on_gpus
-    results = run_ranks(lock_step_scenarios.serve_in_lock_step, ranks, *arguments)
+    scenario = lock_step_scenarios.serve_as_on_gpus if as_on_gpus else lock_step_scenarios.serve_in_lock_step
+    results = run_ranks(scenario, sizes.ranks_per_replica_group, sizes, free_port(), path, mode, draft)
     assert results[0]["answers"] == alone(path)
     assert [answer.reason for answer in results[0]["answers"][-2:]] == ["stop", "error"]
     assert results[0]["evictions"] > 0

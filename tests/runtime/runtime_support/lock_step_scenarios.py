@@ -124,22 +124,19 @@ def serve(engine: Any, *, interrupt: Callable[[int], None] = lambda _: None) -> 
     return [Answer.of(future.result(timeout=0).merge()) for future in futures]
 
 
+def serve_as_on_gpus(rank: int, *args: Any) -> dict[str, Any]:
+    """As `serve_in_lock_step`, where each tensor parallel rank of the last stage samples."""
+    use_collectives()
+    return serve_in_lock_step(rank, *args)
+
+
 def serve_in_lock_step(
-    rank: int,
-    sizes: ParallelSizes,
-    port: int,
-    path: Path,
-    mode: str,
-    draft: Path | None = None,
-    as_on_gpus: bool = False,
+    rank: int, sizes: ParallelSizes, port: int, path: Path, mode: str, draft: Path | None = None
 ) -> dict[str, Any]:
     """The same on several ranks, with a pause and a suspension in between. Each rank measures other times of masks.
 
-    Tokens are drafted by the checkpoint ``draft``, or copied from earlier ones. As on GPUs, each tensor parallel rank
-    of the last stage samples.
+    Tokens are drafted by the checkpoint ``draft``, or copied from earlier ones.
     """
-    if as_on_gpus:
-        use_collectives()
     setattr(RequestGuide, "mask_milliseconds", property(lambda _: 5 + rank, lambda _, __: None))  # noqa: B010
     ranks = join(sizes, rank, port)
     model = None if draft is None else load_model(draft, dtype="float32")
