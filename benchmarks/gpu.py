@@ -4,8 +4,8 @@ Kernels in every type against float64 or the CPU, the bits of a request in sever
 those of the CPU, and the memory that a suspended engine gives back. With random weights of a Llama-3.1-8B, the speed of
 passes as a share of what this device can do, the time of the engine's steps, and transformers beside it; and the speed
 of passes of the same model with matrices or a KV cache in fp8, and of a Qwen3-30B-A3B. A whole server: its speed over
-HTTP, the memory that it gives back, and its answers after its rank is killed. Prints one table; exits with 1 if a
-result is wrong. Needs no network.
+HTTP, the memory that it gives back, and its answers after its rank is killed. On a machine with several GPUs: tensor
+parallel ranks, and a killed one. Prints one table; exits with 1 if a result is wrong. Needs no network.
 
     python benchmarks/gpu.py                 # or: make gpu
     python benchmarks/gpu.py --dry-run       # or: make gpu-dry; toy sizes, on tensors that only say they are on a GPU
@@ -56,6 +56,7 @@ def report(is_dry: bool, word: str = "", without: str | None = None) -> int:
         mixtures,
         prompt_steps,
         server,
+        several_gpus,
         speed,
         transformers_speed,
     )
@@ -78,6 +79,7 @@ def report(is_dry: bool, word: str = "", without: str | None = None) -> int:
         *transformers_speed.checks(sizes, rates),
         *mixtures.measurements(sizes),
         *server.checks(sizes),
+        *several_gpus.checks(sizes),
     ]
     chosen = [check for check in checks if word in check[0] and (without is None or without not in check[0])]
     results = [*run(chosen)]

@@ -135,6 +135,23 @@ def measure_steps(
     engine: DynamicInferenceEngine, sizes: Sizes, load: Load, batch: int, params: dict[str, Any]
 ) -> tuple[float, Result]:
     """The median of the seconds of steps without prompts, and what it is beside the graphs on the GPU."""
+    step = timed_steps(engine, sizes, load, batch, params)
+    alone = graph_seconds(engine, sizes)
+    abort_requests(engine, batch)
+    words = f"{step * 1e3:.4g} ms, {(step - alone) * 1e3:.2g} ms beside the graphs (target {TARGET * 1e3:g})"
+    return step, Result(f"engine step, batch {batch}", f"{words}, {batch / step:.4g} tokens/s")
+
+
+def timed_steps(
+    engine: DynamicInferenceEngine,
+    sizes: Sizes,
+    load: Load,
+    batch: int,
+    params: dict[str, Any],
+    *,
+    captured: bool = True,
+) -> float:
+    """The median of the seconds of steps without prompts, of requests that go on."""
     add_requests(engine, random_prompts(batch, load.prompt, sizes.vocabulary), load, params)
     while not all(engine.get_request(number).generated_tokens for number in range(batch)):
         engine.step_modern()
@@ -147,11 +164,8 @@ def measure_steps(
         result = engine.step_modern()
         found.append(time.perf_counter() - started)
         assert len(result["active_request_ids"]) == batch, "no request ends or waits"
-        assert result["cuda_graph_request_count"] is not None, "a step without prompts runs on a graph"
-    step, alone = statistics.median(found), graph_seconds(engine, sizes)
-    abort_requests(engine, batch)
-    words = f"{step * 1e3:.4g} ms, {(step - alone) * 1e3:.2g} ms beside the graphs (target {TARGET * 1e3:g})"
-    return step, Result(f"engine step, batch {batch}", f"{words}, {batch / step:.4g} tokens/s")
+        assert not captured or result["cuda_graph_request_count"] is not None, "a step without prompts runs on a graph"
+    return statistics.median(found)
 
 
 @torch.inference_mode()

@@ -45,7 +45,7 @@ class InstantController(TextGenerationController):
         pool: HiddenPool | None = None,
     ) -> StepOutput:
         del kv_cache, rules, wanted, tape, pool
-        return StepOutput([TOKEN] * len(batch.logit_rows if sampled_rows is None else sampled_rows), None)
+        return StepOutput([TOKEN] * len(batch.context_lengths if sampled_rows is None else sampled_rows), None)
 
 
 class InFlight:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_runtime.parallel.layout import RankPosition
 from megatron_runtime.parallel.ranks import Ranks
+
+T = TypeVar("T")
 
 BEGIN, END = "begin of a turn", "end of a turn"
 """The barriers between which time is measured."""
@@ -31,6 +33,15 @@ class TimedRanks:
     def position(self) -> RankPosition:
         """As that of the ranks."""
         return self._ranks.position
+
+    @property
+    def has_logits(self) -> bool:
+        """As that of the ranks."""
+        return self._ranks.has_logits
+
+    def supervise(self, work: Callable[[], T], timeout: float | None = None) -> T:
+        """Not counted itself: the work computes."""
+        return self._ranks.supervise(work, timeout)
 
     def barrier(self, name: str, timeout: float | None = None) -> None:
         """Restarts the measurement at the begin of a turn, and reports it at the end."""

@@ -138,7 +138,8 @@ def _measured_kv_cache(model: Decoder, tokenizer: Tokenizer, config: InferenceCo
     from megatron_runtime.engine.largest_pass import measure_kv_cache_memory
     from megatron_runtime.engine.text_generation_controller import TextGenerationController
 
-    size = measure_kv_cache_memory(TextGenerationController(model, tokenizer), config)
+    controller = TextGenerationController(model, tokenizer)
+    size = model.ranks.supervise(partial(measure_kv_cache_memory, controller, config), LOAD_TIMEOUT)
     logger.info("weights and the largest pass leave %.1f GB for the KV cache", size / 1e9)
     return size
 

@@ -22,6 +22,7 @@ from megatron_runtime.model.refit import (
     restore_weights,
     update_weights,
 )
+from megatron_runtime.parallel.timeouts import LOAD_TIMEOUT
 from megatron_runtime.processes.allocator import return_freed_memory
 
 _logger = logging.getLogger(__name__)
@@ -148,4 +149,5 @@ class EngineMemory:
         if self.graphs is None or self.graphs.sizes:
             return
         if capture_obstacle(self._controller.model, self._context) is None:
-            self.capture_stats = self.graphs.capture()
+            ranks = self._controller.model.ranks
+            self.capture_stats = ranks.supervise(self.graphs.capture, LOAD_TIMEOUT)

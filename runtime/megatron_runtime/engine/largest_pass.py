@@ -129,10 +129,10 @@ def run_largest_pass(
     )
     batch = _largest_batch(limits, cache.num_blocks, model.device)
     tape = RoutingTape() if records_routing else None
-    if not model.ranks.position.samples:
+    if not model.ranks.has_logits:
         model(batch, cache, tape)
         return
-    rows = len(batch.logit_rows)
+    rows = len(batch.context_lengths)
     rules = SamplingRules(
         temperature=np.ones(rows, np.float32),
         keys=noise_keys(np.arange(rows, dtype=np.uint64), np.zeros(rows, np.int64)),

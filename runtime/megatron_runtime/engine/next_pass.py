@@ -26,6 +26,7 @@ from megatron_runtime.engine.scheduling.scheduler import Scheduler
 from megatron_runtime.engine.scheduling.sequence import SequenceSlice
 from megatron_runtime.engine.shared_output import PendingOutput
 from megatron_runtime.engine.text_generation_controller import StepOutput
+from megatron_runtime.parallel.ranks import Ranks
 
 if TYPE_CHECKING:
     from megatron_runtime.gpu.arriving_tokens import ArrivingTokens
@@ -71,9 +72,13 @@ class NextPass:
         graphs: The CUDA graphs.
         context: The KV cache, and the tables of the running sequences.
         scheduler: Of these sequences; one pass is in flight at a time.
+        ranks: The replica group, all of whose ranks begin the same passes.
     """
 
-    def __init__(self, graphs: PassGraphs, context: DynamicInferenceContext, scheduler: Scheduler) -> None:
+    def __init__(
+        self, graphs: PassGraphs, context: DynamicInferenceContext, scheduler: Scheduler, ranks: Ranks
+    ) -> None:
+        self._is_single = ranks.position.sizes.ranks_per_replica_group == 1
         self._graphs = graphs
         self._context = context
         self._scheduler = scheduler
@@ -106,10 +111,16 @@ class NextPass:
         return lambda: StepOutput(tokens.wait()[places].tolist(), None)
 
     def begin(self) -> None:
-        """Begin the pass after the last one, if there are blocks and memory for it."""
+        """Begin the pass after the last one, if there are blocks and memory for it.
+
+        Raises:
+            OutOfMemoryError: There is no memory for it, and the replica group has other ranks.
+        """
         try:
             self._begin()
         except torch.OutOfMemoryError:
+            if not self._is_single:
+                raise  # Other ranks have begun it, and wait for this one.
             self.drop()
 
     def _begin(self) -> None:

@@ -112,8 +112,11 @@ def capture_obstacle(model: Decoder, context: DynamicInferenceContext) -> str | 
     """Why passes of this model can't be captured; None if they can."""
     if model.device.type != "cuda":
         return f"the model is on the device {model.device.type}"
-    if model.ranks.position.sizes.ranks_per_replica_group > 1:
-        return "the model is divided among several ranks, whose communication is not captured"
+    sizes = model.ranks.position.sizes
+    if sizes.pipeline > 1:
+        return f"the model is divided among {sizes.pipeline} pipeline stages, whose communication is not captured"
+    if sizes.expert > sizes.tensor:
+        return f"only {sizes.tensor} of {sizes.expert} expert parallel ranks compute logits, and sample"
     if not has_gpu_attention(context.kv_cache):
         return "its attention has no kernel of this project, and PyTorch's depends on values on the host"
     if model.config.recurrent is not None:
@@ -160,7 +163,6 @@ class PassGraphs:
             self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
             self._copies = TokenCopies(self._tokens)
             self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
-            self._every = torch.arange(largest, device=device)
 
     @property
     def sizes(self) -> list[GraphSize]:
@@ -255,9 +257,9 @@ class PassGraphs:
 
         there, (tokens, requests) = self._arrays.there, size
         self._flat_tables.index_copy_(0, there["new_places"], there["new_blocks"])
-        starts, logit_rows = self._starts, self._every
+        starts, logit_rows = self._starts, None
         if size.has_prompts:
-            starts, logit_rows = there["query_starts"], there["logit_rows"]
+            starts, logit_rows = there["query_starts"], there["logit_rows"][:requests]
             inputs = there["tokens"][:tokens]
         else:
             inputs = sampled_or_known(there["tokens"][:tokens], there["sources"][:tokens], self._tokens)
@@ -267,7 +269,7 @@ class PassGraphs:
             context_lengths=there["context_lengths"][:requests],
             query_starts=starts[: requests + 1],
             block_tables=self._tables.index_select(0, there["table_rows"][:requests]),
-            logit_rows=logit_rows[:requests],
+            logit_rows=logit_rows,
             adapters=None,
         )
         logits = self._model(batch, self._context.kv_cache)

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from megatron_runtime.engine.context import DynamicInferenceContext, LogProbRows
+from megatron_runtime.engine.context import DynamicInferenceContext
 from megatron_runtime.engine.draft_rows import draft_rows
 from megatron_runtime.engine.drafter import Drafter
-from megatron_runtime.engine.graph_sizes import GraphSize
-from megatron_runtime.engine.next_pass import NextPass
 from megatron_runtime.engine.pass_graphs import PassGraphs
+from megatron_runtime.engine.pass_starter import PassStarter
 from megatron_runtime.engine.request_book import RequestBook
 from megatron_runtime.engine.sampling.sampler import NO_TOKEN
 from megatron_runtime.engine.scheduling.schedule import Schedule
 from megatron_runtime.engine.scheduling.scheduler import Scheduler
 from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice, SettledPass
-from megatron_runtime.engine.shared_output import PendingOutput, awaited_output, share_output
-from megatron_runtime.engine.text_generation_controller import StepOutput, TextGenerationController
+from megatron_runtime.engine.shared_output import PendingOutput
+from megatron_runtime.engine.text_generation_controller import TextGenerationController
 from megatron_runtime.engine.tracked_request import FinishReason, Scores, TrackedRequest
 from megatron_runtime.errors import EngineError, InvalidLogitsError
 from megatron_runtime.model.device_memory import describe_shortage
-from megatron_runtime.model.forward_batch import ForwardBatch
-from megatron_runtime.model.routing_tape import RoutingTape
 
 
 @dataclass(frozen=True)
@@ -64,11 +61,8 @@ class PassRunner:
         self._context = context
         self._scheduler = scheduler
         self._requests = requests
-        self._graphs = graphs
+        self._starter = PassStarter(controller, context, scheduler, requests, graphs)
         self.drafter = Drafter(context, controller.model, scheduler.goodput)
-        self.graph_size: int | None = None
-        """Requests of the CUDA graph of the last pass, with padding; None: it ran eagerly."""
-        self._next = None if graphs is None else NextPass(graphs, context, scheduler)
         self._in_flight: deque[_Pass] = deque()
         self.prompt_tokens_total = 0
         self.generated_tokens_total = 0
@@ -82,41 +76,49 @@ class PassRunner:
         """Number of passes that are begun and not settled."""
         return len(self._in_flight)
 
+    @property
+    def graph_size(self) -> int | None:
+        """As of `PassStarter`."""
+        return self._starter.graph_size
+
     def run_pass(self) -> None:
         """Begin a pass, and settle the oldest one unless another one can be begun.
 
         Once each running request has been in a pass, one pass begins when another one ends. A pass that fails in the
         model can be repeated.
         """
-        # What has begun has no room for new requests; they begin with a pass after it.
-        admits = self._next is None or not self._next.has_begun or not self._scheduler.num_running
+        self._controller.model.ranks.supervise(self._run_pass)
+
+    def _run_pass(self) -> None:
+        admits = self._starter.admits
         schedule = self._scheduler.schedule(admits=admits)
         self._apply(schedule)
         if schedule.slices and (begun := self._begin(schedule.slices)) is not None:
             self._in_flight.append(begun)
             self._context.count_pass(schedule.slices)
-            if self._next is not None and not self._can_admit_next(schedule, admits=admits):
-                self._next.begin()
+            if not self._can_admit_next(schedule, admits=admits):
+                self._starter.begin_next()
         else:
-            self.drop_next()
+            self._starter.drop_next()
         is_full = len(self._in_flight) == self._scheduler.limits.passes_in_flight
         if self._in_flight and (is_full or not schedule.slices or not self._scheduler.has_idle):
             self._settle(self._in_flight.popleft())
+        if not self._in_flight and not self._scheduler.num_running and not self._scheduler.num_waiting:
+            self._starter.check_outputs()  # There may be no next pass.
 
     def settle_all(self) -> None:
         """Settle all passes in flight, and drop what has begun besides."""
-        self.drop_next()
+        self._controller.model.ranks.supervise(self._settle_all)
+
+    def _settle_all(self) -> None:
+        self._starter.drop_next()
         while self._in_flight:
             self._settle(self._in_flight.popleft())
-
-    def drop_next(self) -> None:
-        """Drop the pass that has begun before its tokens were known, if there is one."""
-        if self._next is not None:
-            self._next.drop()
+        self._starter.check_outputs()
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache: the model may have changed."""
-        self.drop_next()
+        self._controller.model.ranks.supervise(self._starter.drop_next)
         self._scheduler.forget_prefixes()
 
     def evict_all(self) -> None:
@@ -160,12 +162,13 @@ class PassRunner:
 
     def _begin(self, slices: list[SequenceSlice]) -> _Pass | None:
         """None if the device had too little memory, which ends requests of the pass."""
+        self._starter.check_outputs()
         try:
             slices = self.drafter.propose(slices)
             started = self._context.clock()
             self._context.load_snapshots(slices)
             with draft_rows(slices) as rows:
-                output = self._run(rows, started)
+                output = self._starter.begin(rows, started)
         except torch.OutOfMemoryError as error:
             self._withdraw(slices)
             self._fail_for_memory(slices, error)
@@ -201,70 +204,12 @@ class PassRunner:
         for part in large:
             self.finish(self._requests[part.sequence.request_id], "error", failure)
 
-    def _run(self, slices: list[SequenceSlice], started: float) -> PendingOutput:
-        ranks = self._controller.model.ranks
-        size = None if self._graphs is None else self._graphs.size_for(slices)
-        self.graph_size = None if size is None else size.requests
-        if size is not None:
-            return self._run_captured(slices, size)
-        self.drop_next()
-        batch = self._context.forward_batch(slices)
-        tape = self._context.routing.tape(slices, self._context.device)
-        if ranks.position.samples:
-            output = self._sample(batch, slices, tape)
-            self._context.routing.store(batch.slots, tape)
-            return share_output(ranks, slices, replace(output, seconds=self._context.clock() - started))
-        self._controller.model(batch, self._context.kv_cache, tape)
-        self._context.routing.store(batch.slots, tape)
-        return awaited_output(ranks, slices)
-
-    def _run_captured(self, slices: list[SequenceSlice], size: GraphSize) -> PendingOutput:
-        assert self._graphs is not None, "graphs have sizes"
-        assert self._next is not None, "there are graphs"
-        rules, wanted = self._context.sampling_rules(slices), self._log_prob_rows(slices)
-        if not rules.edits and wanted is None:
-            return self._next.run(slices, size, rules)
-        self._next.drop()
-        begun = self._graphs.begin(slices, size, rules)
-        output = self._with_dead_ends(self._controller.run_captured(begun, rules, wanted), slices)
-        return lambda: output
-
-    def _sample(self, batch: ForwardBatch, slices: list[SequenceSlice], tape: RoutingTape | None) -> StepOutput:
-        output = self._controller.run(
-            batch,
-            self._context.kv_cache,
-            self._context.sampling_rules(slices),
-            self._context.sampled_logit_rows(slices),
-            self._log_prob_rows(slices),
-            tape,
-            self._context.hidden_pool(slices),
-        )
-        return self._with_dead_ends(output, slices)
-
-    def _log_prob_rows(self, slices: list[SequenceSlice]) -> LogProbRows | None:
-        if not any(part.num_log_probs for part in slices):
-            return None
-        top_n = max(self._requests[part.sequence.request_id].params.top_n_logprobs for part in slices)
-        return self._context.log_prob_rows(slices, top_n)
-
-    def _with_dead_ends(self, output: StepOutput, slices: list[SequenceSlice]) -> StepOutput:
-        dead_ends = self._dead_ends(slices, output.tokens)
-        return replace(output, dead_ends=dead_ends) if dead_ends else output
-
-    def _dead_ends(self, slices: list[SequenceSlice], tokens: list[int]) -> dict[int, str]:
-        """Grammars without a valid next token; only the sampling rank has the state of the grammars."""
-        if NO_TOKEN not in tokens:
-            return {}
-        guides = (self._requests[part.sequence.request_id].guide for part in slices if part.samples)
-        rows = enumerate(zip(tokens, guides, strict=True))
-        return {row: guide.failure for row, (token, guide) in rows if token == NO_TOKEN and guide and guide.failure}
-
     def _settle(self, done: _Pass) -> None:
         output = done.output()
-        seconds = self._context.clock() - done.started if output.seconds is None else output.seconds
         self._apply_settled(self._scheduler.settle(done.slices))
         tokens = iter(enumerate(output.tokens))
         pooled = iter(output.pooled)
+        seconds = self._context.clock() - done.started if output.seconds is None else output.seconds
         next_log_prob = 0
         for part, tracked in zip(done.slices, done.requests, strict=True):
             row, token = next(tokens) if part.samples else (None, None)

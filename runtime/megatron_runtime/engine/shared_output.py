@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Slices
+from dataclasses import dataclass
+from functools import partial
 
 import msgpack
 
 from megatron_runtime.engine.sampling.log_probs import LogProbs
 from megatron_runtime.engine.scheduling.sequence import SequenceSlice
 from megatron_runtime.engine.text_generation_controller import StepOutput
-from megatron_runtime.parallel.ranks import Ranks
+from megatron_runtime.errors import LockStepError
+from megatron_runtime.parallel.ranks import Pending, Ranks
 
 _BITS_64 = 2**64 - 1
 
@@ -19,21 +23,87 @@ PendingOutput = Callable[[], StepOutput]
 """Waits for the output of a pass; to be called once, in the order of the passes."""
 
 
-def share_output(ranks: Ranks, slices: Slices[SequenceSlice], output: StepOutput) -> PendingOutput:
-    """Send the output of this rank, which samples, to the other ranks of the replica group."""
-    if ranks.position.sizes.ranks_per_replica_group > 1:
-        ranks.share_outcome(_pack(output), checksum=schedule_checksum(slices))
-    return lambda: output
+class SharedOutputs:
+    """The outputs of the passes of a rank, all of which all ranks of its replica group get.
 
+    The rank that samples sends them to the others. Ranks that have the logits too sample the same tokens themselves,
+    do not wait for that message, and compare it with their own tokens when the next pass begins.
 
-def awaited_output(ranks: Ranks, slices: Slices[SequenceSlice]) -> PendingOutput:
-    """The output of the rank that samples.
-
-    Waiting for it raises LockStepError when that rank has computed other slices than this one, and LostRankError, which
-    names the missing ranks, when it does not arrive.
+    Args:
+        ranks: The replica group.
     """
-    arriving = ranks.share_outcome(None, checksum=schedule_checksum(slices))
-    return lambda: _unpack(arriving.wait())
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._expected: deque[_Expected] = deque()
+        """The messages that are on their way, in their order."""
+
+    def own(self, slices: Slices[SequenceSlice], output: PendingOutput) -> PendingOutput:
+        """An output that this rank samples. Once it is known, it is sent, or will be compared with the one sent."""
+        if self._ranks.position.sizes.ranks_per_replica_group == 1:
+            return output
+        checksum = schedule_checksum(slices)
+        if self._ranks.position.samples:
+            return partial(self._send, output, checksum)
+        expected = self._expect(checksum)
+
+        def known() -> StepOutput:
+            own = output()
+            expected.own = own.tokens
+            return own
+
+        return known
+
+    def awaited(self, slices: Slices[SequenceSlice]) -> PendingOutput:
+        """The output of the rank that samples.
+
+        Waiting for it raises LockStepError when that rank has computed other slices than this one, and LostRankError,
+        which names the missing ranks, when it does not arrive.
+        """
+        expected = self._expect(schedule_checksum(slices))
+
+        def arrived() -> StepOutput:
+            self.check()
+            assert self._expected.popleft() is expected, "outputs are awaited in the order of their passes"
+            return _unpack(expected.message.wait())
+
+        return arrived
+
+    def check(self) -> None:
+        """Compare the tokens that this rank has sampled with those of the rank that samples for all.
+
+        Raises:
+            LockStepError: They differ, or that rank has computed other slices.
+            LostRankError: They do not arrive.
+        """
+        while self._expected and self._expected[0].own is not None:
+            expected = self._expected.popleft()
+            tokens = _unpack(expected.message.wait()).tokens
+            if tokens != expected.own:
+                position = self._ranks.position
+                raise LockStepError(
+                    f"{position} has sampled the tokens {expected.own}, but rank {position.sampler} {tokens}; they "
+                    "have computed different logits, as GPUs or libraries of different kinds may"
+                )
+
+    def _expect(self, checksum: int) -> _Expected:
+        expected = _Expected(self._ranks.share_outcome(None, checksum=checksum))
+        self._expected.append(expected)
+        return expected
+
+    def _send(self, output: PendingOutput, checksum: int) -> StepOutput:
+        known = output()
+        self._ranks.share_outcome(_pack(known), checksum=checksum)
+        return known
+
+
+@dataclass
+class _Expected:
+    """A message of the rank that samples."""
+
+    message: Pending
+    own: list[int] | None = None
+    """The tokens that this rank has sampled itself, once they are known."""
 
 
 def schedule_checksum(slices: Slices[SequenceSlice]) -> int:

@@ -97,7 +97,7 @@ class Decoder(nn.Module):
         """Logits of the requested rows, float32 [L, vocab]. Writes keys and values of the new tokens to the cache.
 
         A pipeline stage receives the activations of the previous stage and sends its own to the next. Of a replica
-        group of several ranks, the rank that samples returns the logits, the others return None. ``tape`` is for the
+        group of several ranks, those that have logits return them, the others return None. ``tape`` is for the
         experts of this stage's layers; ``pool`` gets hidden states after the last norm, on the last stage.
         """
         plan = plan_attention(batch, kv_cache)
@@ -115,7 +115,7 @@ class Decoder(nn.Module):
             return None
         if pool is not None:
             pool.add(hidden, self.head.norm)
-        logits: Tensor | None = self.head(hidden[batch.logit_rows])
+        logits: Tensor | None = self.head(hidden if batch.logit_rows is None else hidden[batch.logit_rows])
         return logits
 
     def prepare(self) -> None:
@@ -149,7 +149,7 @@ class Decoder(nn.Module):
             cached = cache_dtype(kv_cache_dtype, self.config, self.dtype, self.device)
             cache = KVCache(self.shard.cache_config, 1, block_size_tokens, cached, self.device)
             layers = list(zip(self.shard.layers, self.layers, strict=True))
-            vocabulary = self.config.vocab_size if self.ranks.position.samples else None
+            vocabulary = self.config.vocab_size if self.ranks.has_logits else None
             use_kernels(self, self.dtype, layers, self.positions, cache, vocabulary)
 
     def use_adapters(self, device: torch.device | None = None) -> AdapterSlots:

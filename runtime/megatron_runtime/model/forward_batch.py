@@ -48,8 +48,8 @@ class ForwardBatch:
     """int32 [R], tokens in the cache per request after this pass."""
     block_tables: Tensor
     """int32 [R, max blocks], rows padded with 0 past ``ceil(context_lengths / block_size_tokens)``."""
-    logit_rows: Tensor
-    """int64 [L], the rows of the batch whose logits are requested, ascending."""
+    logit_rows: Tensor | None
+    """int64 [L], the rows of the batch whose logits are requested, ascending; None: all."""
     adapters: AdapterRows | None = None
     """The adapters of the rows; None if no row has one."""
     state_slots: Tensor | None = None

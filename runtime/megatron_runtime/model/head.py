@@ -45,13 +45,14 @@ class Head(nn.Module):
         return self.table if self._packed is None else self._packed.weight
 
     def forward(self, hidden: Tensor) -> Tensor | None:
-        """[L, hidden] to logits, float32 [L, vocab], on the first rank of the layer; None on others."""
+        """[L, hidden] to logits, float32 [L, vocab]; None on ranks of the layer that do not get them."""
         normalized = self.norm(hidden)
         if self._packed is None:
             logits = linear(normalized, self.table, None, self.rows_together)
         else:
             logits = self._packed(normalized)
-        return self._ranks.gather(self._finish(logits.float()), self._widths)
+        gathered = self._ranks.gather(logits, self._widths)
+        return None if gathered is None else self._finish(gathered)
 
     def pack(self) -> None:
         """Pack the table for the matrix kernels, unless it is quantized. A table shared with the embedding is kept,

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 
@@ -42,6 +43,8 @@ class FailureDetector:
         self.store = rendezvous.connect(PATIENCE)
         self.doing = COMPUTING
         """Set the activity of this rank, which others report."""
+        self.on_verdict: Callable[[], None] | None = None
+        """Called in another thread once another rank has found lost or late ranks."""
         self._position = position
         self._others = position.others
         self._verdict: str | None = None
@@ -137,6 +140,8 @@ class FailureDetector:
             logger.warning("%s answers the failure detector: %s", self._position, self.doing)
             store.set(f"answer/{self._position.rank}", self.doing)
             self._verdict = self._wait_for_verdict(store)
+            if self._verdict is not None and self.on_verdict is not None:
+                self.on_verdict()
 
     def _wait_for_verdict(self, store: Store) -> str | None:
         with contextlib.suppress(DistStoreError):

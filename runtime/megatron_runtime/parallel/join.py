@@ -13,9 +13,11 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.parallel.failure_detector import FailureDetector
+from megatron_runtime.parallel.gpu_collectives import without_error_handling
 from megatron_runtime.parallel.interface import address_towards, use_interface_towards
 from megatron_runtime.parallel.layout import ParallelSizes, RankPosition
-from megatron_runtime.parallel.multiple_ranks import MultipleRanks, ProcessGroups
+from megatron_runtime.parallel.multiple_ranks import MultipleRanks
+from megatron_runtime.parallel.process_groups import ProcessGroups
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.parallel.rendezvous import Rendezvous
 from megatron_runtime.parallel.single_rank import SingleRank
@@ -100,6 +102,7 @@ def replica_group_of_world(
     return MultipleRanks(position, groups, failure_detector, address=address, device_type=device_type, timeout=timeout)
 
 
+@without_error_handling()
 def _make_groups(
     replica_groups: Iterable[int], mine: RankPosition, device_type: str, timeout: timedelta, *, owns_world: bool
 ) -> ProcessGroups:

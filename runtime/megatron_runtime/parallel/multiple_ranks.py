@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -16,33 +17,18 @@ from torch import Tensor
 
 from megatron_runtime.errors import LockStepError, LostRankError
 from megatron_runtime.parallel.channel import Channel, OutcomeMessage
+from megatron_runtime.parallel.collectives import make_collectives
+from megatron_runtime.parallel.device_watch import DeviceWatch
 from megatron_runtime.parallel.exchange import Exchange
 from megatron_runtime.parallel.failure_detector import COMPUTING, FailureDetector
 from megatron_runtime.parallel.layout import RankPosition
 from megatron_runtime.parallel.link_watch import LinkWatch
+from megatron_runtime.parallel.process_groups import ProcessGroups
 
 T = TypeVar("T")
 
 _CONTRIBUTION = 512
 """Bytes that each rank contributes to a synchronization."""
-
-
-@dataclass(frozen=True)
-class ProcessGroups:
-    """The process groups of a rank, and the position of its replica group in torch's world."""
-
-    control: dist.ProcessGroup
-    """All ranks of the replica group, over gloo."""
-    pipeline: dist.ProcessGroup
-    """The same, for activations."""
-    tensor: dist.ProcessGroup
-    """The ranks that share a dense layer."""
-    expert: dist.ProcessGroup
-    """The ranks that share experts: those of a stage. The same group, unless dense layers have copies."""
-    first: int
-    """Number of the replica group's rank 0 in torch's world."""
-    owns_world: bool
-    """Whether torch's world was created for this replica group, and ends with it."""
 
 
 class MultipleRanks:
@@ -70,22 +56,28 @@ class MultipleRanks:
         self.position = position
         self._groups = groups
         self._failure_detector = failure_detector
-        self._on_cpu = device_type == "cpu"
-        self._device = (
-            torch.device(device_type, torch.cuda.current_device()) if not self._on_cpu else torch.device("cpu")
-        )
+        self._device = torch.device("cpu")
+        if device_type != "cpu":
+            self._device = torch.device(device_type, torch.cuda.current_device())
         self._timeout = timeout
         self._others = position.others
         self._inbox = self._open_channel("inbox", 0, address)
         self._outcome = self._open_channel("outcome", position.sampler, address)
-        self._exchange = self._open_exchange("exchange", position.tensor_peers, address)
-        self._expert_exchange = self._exchange
-        if position.stage_peers != position.tensor_peers:
-            self._expert_exchange = self._open_exchange("expert-exchange", position.stage_peers, address)
+        self._collectives = make_collectives(self._device, position, groups, partial(self._open_exchange, address))
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         self._synchronizations = 0
         self._closed = False
         self._watch: LinkWatch | None = None
+        self._device_watch: DeviceWatch | None = None
+        if self._collectives.only_begins:
+            self._device_watch = DeviceWatch(self._ends, failure_detector, self._abort, timeout)
+
+    @property
+    def has_logits(self) -> bool:
+        """As in Ranks."""
+        if self._collectives.gathers_to_all:
+            return self.position.computes_logits
+        return self.position.samples
 
     def share_inbox(self, inbox: bytes | None) -> bytes:
         """As in Ranks."""
@@ -119,26 +111,22 @@ class MultipleRanks:
         return next((contribution.decode(errors="ignore") for contribution in contributions if contribution), None)
 
     def sum(self, part: Tensor) -> Tensor:
-        """As in Ranks.
-
-        On a CPU the parts are added in the order of the ranks. A ring, as in gloo's reduction, begins at another rank
-        for each chunk of a tensor, so that a row's bits would depend on the rows beside it.
-        """
+        """As in Ranks."""
         if self.position.sizes.tensor == 1:
             return part
-        return self._do("adding up a layer", self._sum, part, self._exchange, self._groups.tensor)
+        return self._do("adding up a layer", self._collectives.sum, part)
 
     def sum_experts(self, part: Tensor) -> Tensor:
-        """As in Ranks, and added in the order of the ranks too."""
+        """As in Ranks."""
         if self.position.sizes.ranks_per_stage == 1:
             return part
-        return self._do("adding up experts", self._sum, part, self._expert_exchange, self._groups.expert)
+        return self._do("adding up experts", self._collectives.sum_experts, part)
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
         """As in Ranks."""
         if self.position.sizes.tensor == 1:
-            return part
-        return self._do("gathering logits", self._gather, part, widths)
+            return part.float()
+        return self._do("gathering logits", self._collectives.gather, part, widths)
 
     def send(self, hidden: Tensor) -> None:
         """As in Ranks."""
@@ -157,29 +145,36 @@ class MultipleRanks:
         def tell(error: OSError) -> None:
             act(self._failure_detector.lost(f"{self._failure_detector.doing}, while a connection failed", error))
 
-        self._watch = LinkWatch([*self._inbox.ends, *self._outcome.ends], tell)
+        self._watch = LinkWatch(self._ends, tell)
+        if self._device_watch is not None:
+            self._device_watch.act = act
+
+    def supervise(self, work: Callable[[], T], timeout: float | None = None) -> T:
+        """As in Ranks."""
+        return work() if self._device_watch is None else self._device_watch.supervise(work, timeout)
 
     def close(self) -> None:
         """As in Ranks. Messages that were sent are delivered first, if they are read within the timeout."""
         if self._closed:
             return
         self._closed = True
-        if self._watch is not None:
-            self._watch.close()
+        for watch in (self._watch, self._device_watch):
+            if watch is not None:
+                watch.close()
         try:
             while self._sent:
                 self._sent.popleft()[0].wait()
         except RuntimeError:
             pass  # A lost rank needs no message.
         self._failure_detector.close()  # first, so that a rank with a closed connection gets no answer here
-        for opened in (self._inbox, self._outcome, self._exchange, self._expert_exchange):
-            if opened is not None:
-                opened.close()
+        for opened in (self._inbox, self._outcome, self._collectives):
+            opened.close()
+        if self._device_watch is not None and self._device_watch.has_aborted:
+            return  # To destroy the groups could wait for the lost rank.
         if self._groups.owns_world:
             dist.destroy_process_group()
             return
-        experts = [] if self._groups.expert is self._groups.tensor else [self._groups.expert]
-        for group in (*experts, self._groups.tensor, self._groups.pipeline, self._groups.control):
+        for group in (*self._groups.of_tensors, self._groups.control):
             dist.destroy_process_group(group)
 
     def _open_channel(self, name: str, source: int, address: str) -> Channel:
@@ -187,12 +182,21 @@ class MultipleRanks:
         opening = partial(Channel, store, name, self.position, source=source, address=address, timeout=timeout)
         return self._do(f"opening the channel of the {name}", opening)
 
-    def _open_exchange(self, name: str, peers: range, address: str) -> Exchange | None:
-        if not self._on_cpu or len(peers) == 1:
-            return None
+    def _open_exchange(self, address: str, name: str, peers: range) -> Exchange:
         store, timeout = self._failure_detector.store, self._timeout
         opening = partial(Exchange, store, name, self.position.rank, peers, address=address, timeout=timeout)
         return self._do(f"opening the connections of the {name}", opening)
+
+    @property
+    def _ends(self) -> list[socket.socket]:
+        return [*self._inbox.ends, *self._outcome.ends]
+
+    def _abort(self) -> None:
+        """End what waits for other ranks: first the host, whose connections cannot take long to end."""
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        self._collectives.abort()
 
     def _do(self, doing: str, operation: Callable[..., T], *args: Any) -> T:
         """Run an operation that may wait for others. Errors of torch.distributed become errors with the lost ranks."""
@@ -200,9 +204,15 @@ class MultipleRanks:
         try:
             return operation(*args)
         except (RuntimeError, OSError) as error:
-            raise self._failure_detector.lost(doing, error) from error
+            raise self._lost(doing, error) from error
         finally:
             self._failure_detector.doing = COMPUTING
+
+    def _lost(self, doing: str, error: Exception, missing: list[int] | None = None) -> LostRankError:
+        lost = self._failure_detector.lost(doing, error, missing)
+        if self._device_watch is not None:
+            self._device_watch.abort_for(lost)
+        return lost
 
     def _checked(self, message: OutcomeMessage, checksum: int) -> bytes:
         if message.checksum != checksum:
@@ -211,26 +221,6 @@ class MultipleRanks:
                 f"{message.checksum:x}; they no longer do the same"
             )
         return message.body
-
-    def _sum(self, part: Tensor, exchange: Exchange | None, group: dist.ProcessGroup) -> Tensor:
-        if exchange is None:
-            dist.all_reduce(part, group=group)
-            return part
-        first, second, *others = exchange.parts(part)
-        total = first + second
-        for other in others:
-            total += other
-        return total
-
-    def _gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
-        widest = max(widths)
-        padded = torch.nn.functional.pad(part, (0, widest - part.shape[1])).contiguous()
-        first = self.position.tensor_peers[0]
-        gathered = [torch.empty_like(padded) for _ in widths] if self.position.rank == first else None
-        dist.gather(padded, gathered, dst=self._groups.first + first, group=self._groups.tensor)
-        if gathered is None:
-            return None
-        return torch.cat([columns[:, :width] for columns, width in zip(gathered, widths, strict=True)], dim=1)
 
     def _send(self, hidden: Tensor) -> None:
         target = self._groups.first + self.position.rank + self.position.sizes.ranks_per_stage
@@ -254,7 +244,7 @@ class MultipleRanks:
             )
         except RuntimeError as error:
             what = f"{doing}, for up to {seconds:g} s"
-            raise self._failure_detector.lost(what, error, self._absent(prefix) or None) from error
+            raise self._lost(what, error, self._absent(prefix) or None) from error
         finally:
             self._failure_detector.doing = COMPUTING
         operations = [contribution.partition(b"\0") for contribution in contributions]

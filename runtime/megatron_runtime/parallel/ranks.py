@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron_runtime.errors import LostRankError
 from megatron_runtime.parallel.layout import RankPosition
+
+T = TypeVar("T")
 
 
 class Pending(Protocol):
@@ -31,6 +33,13 @@ class Ranks(Protocol):
     @property
     def position(self) -> RankPosition:
         """The place of this rank."""
+        ...
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether this rank gets the logits of the model: on a CPU the rank that samples, on a GPU each rank that
+        computes a part of them.
+        """
         ...
 
     def share_inbox(self, inbox: bytes | None) -> bytes:
@@ -76,7 +85,8 @@ class Ranks(Protocol):
         ...
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
-        """The columns of all ranks of this layer side by side, on the first of them; None on the others.
+        """The columns of all ranks of this layer side by side, in float32. On a CPU on the first of them, None on the
+        others; on a GPU on all of them.
 
         ``part`` is [rows, widths[tensor rank]].
         """
@@ -98,6 +108,14 @@ class Ranks(Protocol):
 
         Call it once; it ends with ``close``. The error names the missing rank. Without it, a rank that waits in a torch
         collective would detect this only at the group's timeout.
+        """
+        ...
+
+    def supervise(self, work: Callable[[], T], timeout: float | None = None) -> T:
+        """The result of ``work``, which may wait for the device of this rank, and by that for other ranks.
+
+        Raises LostRankError if a rank is lost meanwhile, or if the work takes longer than ``timeout`` seconds, or those
+        of the group. On a CPU, which does not wait by itself, it is done without supervision.
         """
         ...
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron_runtime.errors import LostRankError
 from megatron_runtime.parallel.layout import ParallelSizes, RankPosition
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,8 @@ class Done:
 
 class SingleRank:
     """The `Ranks` of a replica group with one rank. It creates no process group."""
+
+    has_logits = True
 
     def __init__(self, replica_group: int = 0) -> None:
         self.position = RankPosition(ParallelSizes(), 0, replica_group)
@@ -61,9 +66,9 @@ class SingleRank:
         return part
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
-        """The part."""
+        """The part in float32."""
         del widths
-        return part
+        return part.float()
 
     def send(self, hidden: Tensor) -> None:
         """Never called, because there is no next stage."""
@@ -77,6 +82,11 @@ class SingleRank:
 
     def watch(self, act: Callable[[LostRankError], None]) -> None:
         """Does nothing."""
+
+    def supervise(self, work: Callable[[], T], timeout: float | None = None) -> T:
+        """Does the work."""
+        del timeout
+        return work()
 
     def close(self) -> None:
         """Does nothing."""

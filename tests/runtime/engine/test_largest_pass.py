@@ -40,6 +40,7 @@ def test_the_largest_pass_has_as_many_tokens_and_requests_as_the_limits_allow(
     monkeypatch.setattr(controller, "run", noting)
     run_largest_pass(controller, limits)
     ((batch, cache, rules, _, wanted, _, _), output) = seen[0]
+    assert batch.logit_rows is not None
     assert (len(batch.tokens), len(batch.logit_rows), batch.context_lengths.tolist()) == (96, 7, [*[1] * 6, 128])
     assert cache.num_blocks < -(-128 // 4)
     assert int(batch.block_tables.max()) < cache.num_blocks

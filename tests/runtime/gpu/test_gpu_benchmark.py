@@ -19,8 +19,9 @@ pytestmark = pytest.mark.usefixtures("device_guard")
 def test_the_dry_run_goes_through_all_checks_and_finds_nothing_wrong(
     program: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Its dry run is a test of its own, of processes instead of kernels.
-    monkeypatch.setattr(importlib.import_module("gpu_checks.server"), "checks", lambda _: ())
+    # Their dry runs are tests of their own, of processes instead of kernels.
+    for name in ("server", "several_gpus"):
+        monkeypatch.setattr(importlib.import_module(f"gpu_checks.{name}"), "checks", lambda _: ())
     with pretended_device():
         assert program.report(is_dry=True, without="fp8") == 0
     printed = capsys.readouterr().out

@@ -32,7 +32,7 @@ def add(engine: DynamicInferenceEngine, number: int, length: int, **params: Any)
 
 
 def next_pass(engine: DynamicInferenceEngine) -> NextPass:
-    found = engine._passes._next
+    found = engine._passes._starter._next
     assert found is not None
     return found
 
@@ -148,6 +148,10 @@ def test_a_pass_that_has_no_memory_to_begin_early_begins_later(monkeypatch: pyte
         without_memory.setattr(engine.scheduler, "reserve_next", fail)
         engine.step_modern()
         assert not next_pass(engine).has_begun
+        # Other ranks would have begun it, and wait for this one in its first sum.
+        without_memory.setattr(next_pass(engine), "_is_single", False)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.step_modern()
     assert finish(engine, futures) == on_cpu(dict.fromkeys(range(2), 6))
 
 

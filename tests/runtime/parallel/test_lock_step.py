@@ -107,14 +107,41 @@ def test_ranks_with_recurrent_states_answer_as_one_does(
 
 @pytest.mark.parametrize(("sizes", "mode"), [(TENSOR, "offload"), (EXPERT_BESIDE_TENSOR, "recompute")], ids=str)
 def test_ranks_verify_the_drafts_of_the_one_that_samples(mixture: Path, sizes: ParallelSizes, mode: str) -> None:
-    stats = assert_same_as_alone(mixture, sizes, mode, draft=mixture)
+    stats = assert_same_as_alone(mixture, sizes, mode, draft=mixture)[0]["stats"]
     assert stats.accepted_draft_tokens_total > 0.9 * stats.draft_tokens_total > 0
 
 
-def assert_same_as_alone(path: Path, sizes: ParallelSizes, mode: str, draft: Path | None = None) -> Any:
-    results = run_ranks(
-        lock_step_scenarios.serve_in_lock_step, sizes.ranks_per_replica_group, sizes, free_port(), path, mode, draft
-    )
+@pytest.mark.parametrize(("sizes", "mode"), [(TENSOR, "offload"), (TENSOR_4, "recompute"), (BOTH, "persist")], ids=str)
+def test_each_tensor_parallel_rank_of_the_last_stage_samples_as_on_gpus(
+    tiny: Path, sizes: ParallelSizes, mode: str
+) -> None:
+    results = assert_same_as_alone(tiny, sizes, mode, as_on_gpus=True)
+    sampled = [rank["sampled passes"] for rank in results]
+    sampler, *others = sampled[-sizes.tensor :]
+    assert sampled[: -sizes.tensor] == [0] * (len(sampled) - sizes.tensor)
+    assert 0 < others[0] < sampler, "passes with a grammar are sampled by one rank"
+    assert set(others) == {others[0]}
+
+
+@pytest.mark.parametrize(("sizes", "mode"), [(EXPERT_2, "recompute"), (EXPERT_BESIDE_TENSOR, "offload")], ids=str)
+def test_expert_parallel_ranks_sample_as_on_gpus(mixture: Path, sizes: ParallelSizes, mode: str) -> None:
+    """Also with drafts, whose messages come between those of the passes."""
+    results = assert_same_as_alone(mixture, sizes, mode, draft=mixture, as_on_gpus=True)
+    assert [rank["sampled passes"] > 0 for rank in results] == [True, True, False, False][: len(results)]
+
+
+def test_ranks_that_sample_different_tokens_raise_an_error(tiny: Path) -> None:
+    said = run_ranks(lock_step_scenarios.sample_another_token, 2, TENSOR, free_port(), tiny)
+    assert said[1].startswith("LockStepError: rank 1 (tensor 1, stage 0) of replica group 0 has sampled the tokens [")
+    assert said[0].startswith("LostRankError: ")
+
+
+def assert_same_as_alone(
+    path: Path, sizes: ParallelSizes, mode: str, draft: Path | None = None, *, as_on_gpus: bool = False
+) -> Any:
+    """The results of all ranks."""
+    scenario = lock_step_scenarios.serve_as_on_gpus if as_on_gpus else lock_step_scenarios.serve_in_lock_step
+    results = run_ranks(scenario, sizes.ranks_per_replica_group, sizes, free_port(), path, mode, draft)
     assert results[0]["answers"] == alone(path)
     assert [answer.reason for answer in results[0]["answers"][-2:]] == ["stop", "error"]
     assert results[0]["evictions"] > 0
@@ -126,7 +153,7 @@ def assert_same_as_alone(path: Path, sizes: ParallelSizes, mode: str, draft: Pat
     in_step = 0 if sizes.pipeline > 1 else 2 if draft is None else 4
     assert results[0]["tokens of a step"] == in_step
     assert results[0]["tokens before a pause"] == max(in_step, 1)
-    return results[0]["stats"]
+    return results
 
 
 @pytest.fixture(scope="module")

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from runtime_support.device_collectives import use_collectives
 from runtime_support.group_scenarios import join
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engine.profiler import FOLDER_VARIABLE
 from megatron_runtime.engine.sampling.grammar import RequestGuide
+from megatron_runtime.engine.text_generation_controller import StepOutput
 from megatron_runtime.engine.worker.follower_actions import run_follower
 from megatron_runtime.engine.worker.lock_step import LockStepEngine
 from megatron_runtime.errors import CheckpointError, LockStepError, LostRankError
@@ -122,6 +124,12 @@ def serve(engine: Any, *, interrupt: Callable[[int], None] = lambda _: None) -> 
     return [Answer.of(future.result(timeout=0).merge()) for future in futures]
 
 
+def serve_as_on_gpus(rank: int, *args: Any) -> dict[str, Any]:
+    """As `serve_in_lock_step`, where each tensor parallel rank of the last stage samples."""
+    use_collectives()
+    return serve_in_lock_step(rank, *args)
+
+
 def serve_in_lock_step(
     rank: int, sizes: ParallelSizes, port: int, path: Path, mode: str, draft: Path | None = None
 ) -> dict[str, Any]:
@@ -135,6 +143,7 @@ def serve_in_lock_step(
     settings = {"num_speculative_tokens": 3, "speculative_draft_model": model}
     engine = build(path, ranks, kv_cache_management_mode=mode, offload_weights=True, **settings)
     results: dict[str, Any] = {}
+    _count_sampled_passes(engine, results)
     if rank:
         run_follower(engine, ranks)
     else:
@@ -167,6 +176,16 @@ def serve_in_lock_step(
     results["stats"] = engine.stats()
     ranks.close()
     return results
+
+
+def _count_sampled_passes(engine: DynamicInferenceEngine, results: dict[str, Any]) -> None:
+    results["sampled passes"] = 0
+
+    def run(*args: Any, sample: Callable[..., StepOutput] = engine.controller.run) -> StepOutput:
+        results["sampled passes"] += 1
+        return sample(*args)
+
+    setattr(engine.controller, "run", run)  # noqa: B010
 
 
 def renew(rank: int, sizes: ParallelSizes, port: int, old: Path, new: Path) -> dict[str, Any]:
@@ -210,6 +229,28 @@ def stray(rank: int, sizes: ParallelSizes, port: int, path: Path) -> str:
             engine.scheduler.schedule()
             engine.abort_request(77)
             engine.add_request(78, [1], SamplingParams(num_tokens_to_generate=4))
+            run_follower(engine, ranks)
+        else:
+            serve(LockStepEngine(engine, ranks))
+    except (LockStepError, LostRankError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def sample_another_token(rank: int, sizes: ParallelSizes, port: int, path: Path) -> str:
+    """As on GPUs, one rank samples another token than the others."""
+    use_collectives()
+    ranks = join(sizes, rank, port, timeout=5.0)
+    engine = build(path, ranks)
+    if rank:
+
+        def run(*args: Any, sample: Callable[..., StepOutput] = engine.controller.run) -> StepOutput:
+            sampled = sample(*args)
+            return replace(sampled, tokens=[token + 1 for token in sampled.tokens])
+
+        setattr(engine.controller, "run", run)  # noqa: B010
+    try:
+        if rank:
             run_follower(engine, ranks)
         else:
             serve(LockStepEngine(engine, ranks))

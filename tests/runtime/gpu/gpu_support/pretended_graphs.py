@@ -139,8 +139,8 @@ def graph_functions(device: PretendedDevice) -> dict[str, Any]:
     graph_class = type("PretendedGraph", (PretendedGraph,), {"device": device})
     event_class = type("PretendedEvent", (PretendedEvent,), {"device": device})
 
-    def graph(made: PretendedGraph, pool: list[PretendedGraph], stream: PretendedStream) -> Any:
-        del stream
+    def graph(made: PretendedGraph, pool: list[PretendedGraph], stream: PretendedStream, **modes: str) -> Any:
+        del stream, modes
         return made.capturing(pool)
 
     return {

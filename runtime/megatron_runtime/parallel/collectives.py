@@ -1,0 +1,67 @@
+"""Sums and gathers of tensors between the ranks of a stage: the interface, and the choice by the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_runtime.parallel.cpu_collectives import CpuCollectives
+from megatron_runtime.parallel.exchange import Exchange
+from megatron_runtime.parallel.gpu_collectives import GpuCollectives
+from megatron_runtime.parallel.layout import RankPosition
+from megatron_runtime.parallel.process_groups import ProcessGroups
+
+
+class Collectives(Protocol):
+    """The operations of one kind of device. All ranks that take part call them in the same order."""
+
+    @property
+    def only_begins(self) -> bool:
+        """Whether operations return before the device has done them, so that it waits for lost ranks and not the host;
+        `abort` ends that."""
+        ...
+
+    @property
+    def gathers_to_all(self) -> bool:
+        """Whether `gather` has a result on all ranks of the layer, not on the first one alone."""
+        ...
+
+    def sum(self, part: Tensor) -> Tensor:
+        """As in `ranks.Ranks`, of several ranks."""
+        ...
+
+    def sum_experts(self, part: Tensor) -> Tensor:
+        """As in `ranks.Ranks`, of several ranks."""
+        ...
+
+    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
+        """As in `ranks.Ranks`, of several ranks."""
+        ...
+
+    def abort(self) -> None:
+        """End the work of the device that waits for other ranks. Its results are undefined, and it begins no other.
+        Any thread may call it."""
+        ...
+
+    def close(self) -> None:
+        """Close own connections; the process groups are closed by their owner."""
+        ...
+
+
+def make_collectives(
+    device: torch.device, position: RankPosition, groups: ProcessGroups, open_exchange: Callable[[str, range], Exchange]
+) -> Collectives:
+    """Those of the device.
+
+    Args:
+        device: That of this rank.
+        position: The place of this rank.
+        groups: Its process groups.
+        open_exchange: Opens an exchange with a name between some ranks, for a CPU.
+    """
+    if device.type == "cuda":
+        return GpuCollectives(groups, device)
+    return CpuCollectives(position, groups, open_exchange)
