@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +82,12 @@ class Answer:
 
 
 def build(path: Path, ranks: Ranks | None = None, blocks: int = 24, **settings: Any) -> DynamicInferenceEngine:
-    """An engine with small passes and few blocks, so that requests are evicted; the whole model or this rank's part."""
+    """An engine with small passes and few blocks, so that requests are evicted; the whole model or this rank's part.
+    The answers of large bodies take turns."""
     model = load_model(path, dtype="float32", ranks=ranks)
-    return DynamicInferenceEngine.build(model, load_tokenizer(path), tight(model, blocks, **settings))
+    engine = DynamicInferenceEngine.build(model, load_tokenizer(path), tight(model, blocks, **settings))
+    engine.scheduler.limits = replace(engine.scheduler.limits, shared_rows=2)
+    return engine
 
 
 def tight(model: Decoder, blocks: int = 24, **settings: Any) -> InferenceConfig:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from megatron_runtime.engine.scheduling.prompt_lookup import PromptLookup
+from megatron_runtime.engine.scheduling.row_shares import RowShares
 from megatron_runtime.engine.scheduling.sequence import SequenceSlice
 
 
-def with_drafts(slices: list[SequenceSlice], *, max_tokens: int, block_size_tokens: int) -> list[SequenceSlice]:
+def with_drafts(
+    slices: list[SequenceSlice], shares: RowShares, *, max_tokens: int, block_size_tokens: int
+) -> list[SequenceSlice]:
     """The slices with drafts, or with the number for a draft model, where these have room: in a pass of ``max_tokens``,
-    and in the blocks of their sequences."""
+    and in the blocks of their sequences. Bodies and tenants beyond their ``shares`` have none."""
     if all(part.sequence.draft_length is None for part in slices):
         return slices
     budget = max_tokens - sum(part.length for part in slices)
@@ -16,7 +19,7 @@ def with_drafts(slices: list[SequenceSlice], *, max_tokens: int, block_size_toke
     for part in slices:
         sequence, length = part.sequence, part.sequence.draft_length
         may_draft = part.length == 1 and part.samples and not sequence.mask_milliseconds
-        if may_draft and length is not None:
+        if may_draft and length is not None and not shares.is_large(sequence):
             known = len(sequence.tokens)
             room = min(len(sequence.blocks) * block_size_tokens, sequence.max_length - 1) - known
             if isinstance(length, PromptLookup):
