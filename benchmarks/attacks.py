@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attackers.requests import Attack, attacks
-from attackers.victim import MIB, Answers, Watch, ask_steadily, time_per_token, use_all_memory
+from attackers.victim import MIB, Answers, Watch, ask_steadily, use_all_memory
 from offline_throughput import write_checkpoint
 from peers.command_line import positive, print_table
 from servers.server import Start, our_server
@@ -57,12 +57,10 @@ class Trial:
     answers: Answers
     watch: Watch
     connections: int
-    step: float
-    """Mean seconds between two tokens of an answer: the engine's step meanwhile."""
 
     def slowdown(self, quiet: Answers) -> float:
         """The p99 without a step, as a multiple of that of the client alone."""
-        return (self.answers.quantile(0.99) - self.step) / quiet.quantile(0.99)
+        return (self.answers.quantile(0.99) - self.answers.step) / quiet.quantile(0.99)
 
     def growth_of_bodies(self) -> float:
         """The largest growth of a process, as a multiple of the bodies of all connections."""
@@ -92,7 +90,7 @@ class Trial:
             f"{self.answers.quantile(0.5):.3f}",
             f"{slowest:.3f}",
             f"{slowest / quiet.quantile(0.99):.1f}",
-            f"{self.step:.3f}",
+            f"{self.answers.step:.3f}",
             f"{self.slowdown(quiet):.1f}",
             str(self.answers.wrong(right)),
             str(self.watch.ended()),
@@ -110,7 +108,6 @@ def try_attack(start: Start, attack: Attack, chosen: argparse.Namespace, folder:
     port = start.control_port if attack.to_control else start.port
     command = [sys.executable, SENDER, str(port), attack.path, file, str(chosen.connections)]
     command += ["endless"] if attack.is_endless else []
-    before = time_per_token(start.port)
     with Watch(start.pid) as watch:
         with sent.open("w") as out:
             sender = subprocess.Popen(command, stdout=out)
@@ -120,9 +117,8 @@ def try_attack(start: Start, attack: Attack, chosen: argparse.Namespace, folder:
                 sender.kill()
                 sender.wait()
         ask_steadily(start.port, SETTLE_SECONDS)
-    seconds, answered = (after - earlier for after, earlier in zip(time_per_token(start.port), before, strict=True))
     statuses = collections.Counter(sent.read_text().split())
-    return Trial(attack, len(body), statuses, answers, watch, chosen.connections, seconds / max(answered, 1))
+    return Trial(attack, len(body), statuses, answers, watch, chosen.connections)
 
 
 def parse() -> argparse.Namespace:

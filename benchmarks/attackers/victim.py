@@ -5,15 +5,13 @@ from __future__ import annotations
 import http.client
 import json
 import random
-import re
+import statistics
 import threading
 import time
-import urllib.request
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 
 from servers.server import HOST, MODEL, PROMPT
 
@@ -21,7 +19,8 @@ EVERY_SECONDS = 0.2
 SAMPLE_SECONDS = 0.05
 TIMEOUT_SECONDS = 120.0
 PAGE = 4096
-BODY = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+TOKENS = 4
+BODY = {"model": MODEL, "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
 MIB = 1 << 20
 PROMPTS, PROMPT_TOKENS = 8, 1000
 PLAIN_TOKENS = 200
@@ -31,10 +30,17 @@ FULL_ROUNDS = 3
 
 @dataclass
 class Answers:
-    """What the client got: ``seconds`` of each answer, and the texts; None for none."""
+    """What the client got: ``seconds`` of each answer, and the texts; None for none. ``steps`` has the mean seconds
+    between two tokens of each answer."""
 
     seconds: list[float] = field(default_factory=list)
     texts: list[str | None] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+
+    @property
+    def step(self) -> float:
+        """The mean over all answers: the time of a step of the engine in which the client takes part."""
+        return statistics.fmean(self.steps) if self.steps else 0.0
 
     def quantile(self, share: float) -> float:
         """The time within which ``share`` of the answers came, in seconds."""
@@ -52,9 +58,11 @@ def ask_steadily(port: int, seconds: float) -> Answers:
 
     def ask(due: float) -> None:
         time.sleep(max(0.0, due - time.monotonic()))
-        text = _answer(port)
+        text, step = _streamed_answer(port)
         answers.seconds.append(time.monotonic() - due)
         answers.texts.append(text)
+        if text is not None:
+            answers.steps.append(step)
 
     began = time.monotonic()
     with ThreadPoolExecutor(64) as threads:
@@ -68,33 +76,39 @@ def use_all_memory(port: int, launcher: int) -> None:
     before, full = 0, 0
     while full < FULL_ROUNDS:
         prompts = [[random.randrange(PLAIN_TOKENS) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
-        _answer(port, {"prompt": prompts})
+        connection = http.client.HTTPConnection(HOST, port, timeout=TIMEOUT_SECONDS)
+        _ask(connection, {"prompt": prompts})
+        connection.getresponse().read()
+        connection.close()
         now = sum(memory(tree(launcher)).values())
         full = full + 1 if now - before < MIB else 0
         before = max(before, now)
 
 
-def time_per_token(port: int) -> tuple[float, float]:
-    """Of all answers so far: the sum of their mean times per token in seconds, and their number."""
-    with urllib.request.urlopen(f"http://{HOST}:{port}/metrics", timeout=TIMEOUT_SECONDS) as answer:
-        words = answer.read().decode()
-    found = dict(re.findall(r"^megatron_time_per_output_token_seconds_(sum|count) (\S+)$", words, re.MULTILINE))
-    return float(found["sum"]), float(found["count"])
-
-
-def _answer(port: int, fields: Mapping[str, object] = MappingProxyType({})) -> str | None:
+def _streamed_answer(port: int) -> tuple[str | None, float]:
+    """The text of an answer, or None, and the mean seconds between its tokens."""
+    texts: list[str] = []
+    times: list[float] = []
     connection = http.client.HTTPConnection(HOST, port, timeout=TIMEOUT_SECONDS)
     try:
-        connection.request(
-            "POST", "/v1/completions", json.dumps(BODY | dict(fields)), {"Content-Type": "application/json"}
-        )
+        _ask(connection, {"stream": True})
         answer = connection.getresponse()
-        words = answer.read()
-        return json.loads(words)["choices"][0]["text"] if answer.status == 200 else None
-    except (OSError, http.client.HTTPException):
-        return None
+        while line := answer.readline():
+            if line.startswith(b"data: {"):
+                times.append(time.monotonic())
+                texts.append(json.loads(line.removeprefix(b"data: "))["choices"][0]["text"])
+    except (OSError, http.client.HTTPException, LookupError):
+        return None, 0.0
     finally:
         connection.close()
+    if answer.status != 200 or not times:
+        return None, 0.0
+    return "".join(texts), (times[-1] - times[0]) / (TOKENS - 1)
+
+
+def _ask(connection: http.client.HTTPConnection, fields: Mapping[str, object]) -> None:
+    body = json.dumps(BODY | dict(fields))
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
 
 
 class Watch:

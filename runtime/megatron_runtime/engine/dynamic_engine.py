@@ -16,7 +16,6 @@ from megatron_runtime.engine.pass_runner import PassRunner
 from megatron_runtime.engine.request_book import Reports, RequestBook
 from megatron_runtime.engine.request_future import RequestFuture
 from megatron_runtime.engine.running_engine import RunningEngine
-from megatron_runtime.engine.scheduling.schedule import SchedulerLimits
 from megatron_runtime.engine.scheduling.scheduler import Scheduler
 from megatron_runtime.engine.scheduling.sequence import Sequence
 from megatron_runtime.engine.serve_batch import serve_batch
@@ -50,13 +49,12 @@ class DynamicInferenceEngine(RunningEngine):
         self.context = context
         self.tokenizer = controller.tokenizer
         self.config = context.config
-        limits = SchedulerLimits(
-            max_requests=context.max_requests,
-            max_tokens=context.max_tokens,
-            block_size_tokens=context.block_size_tokens,
+        sizes = controller.model.ranks.position.sizes
+        limits = context.limits.of_passes(
             chunked_prefill=self.config.enable_chunked_prefill,
-            paused_blocks=context.limits.paused_blocks,
-            passes_in_flight=controller.model.ranks.position.sizes.pipeline,
+            passes_in_flight=sizes.pipeline,
+            # On GPUs each rank measures the passes that it samples itself.
+            shares_times=sizes.ranks_per_replica_group == 1 or context.device.type == "cpu",
         )
         self.scheduler = Scheduler(limits, context.allocator)
         self.adapters = EngineAdapters(controller.model, context.device, self.config, lambda: self._requests.adapters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,6 +67,7 @@ def step(engine: DynamicInferenceEngine) -> None:
 @given(
     script=actions(),
     blocks=st.sampled_from([7, 9, 40]),
+    shared_rows=st.sampled_from([1, 2, None]),
     fields=st.fixed_dictionaries(
         {
             "max_tokens": st.sampled_from([4, 64]),
@@ -80,11 +82,13 @@ def test_every_request_of_a_random_history_gets_the_right_answer_and_frees_its_r
     naive_greedy: NaiveGreedy,
     script: list[tuple[str, int]],
     blocks: int,
+    shared_rows: int | None,
     fields: dict[str, Any],
 ) -> None:
     for which, prompt in enumerate(PROMPTS):
         ANSWERS.setdefault(which, naive_greedy(prompt, LENGTH))
     engine, ids = make_engine(blocks, max_requests=4, **fields), itertools.count()
+    engine.scheduler.limits = replace(engine.scheduler.limits, shared_rows=shared_rows)
     for action, which in script:
         if action == "step":
             step(engine)

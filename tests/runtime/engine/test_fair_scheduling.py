@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engine_support.prefixes import sequence_of
+from engine_support.clients import client_of
 from engine_support.scheduling import run_pass, scheduler_of, shares
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,28 +14,6 @@ from hypothesis import strategies as st
 from megatron_runtime.config import PrefixCachingEvictionPolicy
 from megatron_runtime.engine.scheduling.scheduler import Scheduler
 from megatron_runtime.engine.scheduling.sequence import Sequence
-
-
-class Client:
-    """Adds bodies to a scheduler; as one of several, it has numbers of its own."""
-
-    def __init__(self, scheduler: Scheduler, ids: Iterator[int], tenant: str = "") -> None:
-        self._scheduler = scheduler
-        self._ids = ids
-        self._tenant = tenant
-
-    def send(self, answers: int, *, prompt: int = 5, length: int = 60, priority: int = 0) -> list[Sequence]:
-        first = next(self._ids)
-        numbers = [first, *itertools.islice(self._ids, answers - 1)]
-        sequences = [sequence_of(number, [first] * prompt, length) for number in numbers]
-        for each in sequences:
-            each.tenant, each.body, each.answers, each.priority = self._tenant, str(first), answers, priority
-            self._scheduler.add(each)
-        return sequences
-
-
-def client_of(scheduler: Scheduler, tenant: str = "") -> Client:
-    return Client(scheduler, itertools.count(1_000_000 if tenant else 0), tenant)
 
 
 def passes_until_done(scheduler: Scheduler, sequences: list[Sequence]) -> tuple[int, list[Sequence]]:
@@ -177,13 +154,14 @@ def test_the_prompt_of_a_body_is_computed_once_although_its_answers_make_room_fo
     plan=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 5), shares()), min_size=1, max_size=12),
     blocks=st.integers(4, 12),
     max_requests=st.integers(1, 4),
+    shared_rows=st.sampled_from([None, 1, 2]),
 )
 def test_every_request_ends_in_time_however_many_others_arrive(
-    plan: list[tuple[int, int, dict[str, Any]]], blocks: int, max_requests: int
+    plan: list[tuple[int, int, dict[str, Any]]], blocks: int, max_requests: int, shared_rows: int | None
 ) -> None:
     """The bound: while at most ``most`` sequences are open, a sequence that ends advances the virtual time by 1 / most,
     and the first in order, which is never evicted, ends after ``longest`` passes."""
-    scheduler = scheduler_of(blocks, max_requests=max_requests)
+    scheduler = scheduler_of(blocks, max_requests=max_requests, shared_rows=shared_rows)
     most, longest, answers = 8, 11, 9
     arrivals, ids = itertools.cycle(plan), itertools.count()
     since: dict[int, int] = {}

@@ -31,6 +31,7 @@ class RandomLives(SchedulerLives):
         chunked=st.booleans(),
         paused_blocks=st.integers(0, 8),
         passes=st.integers(1, 4),
+        shared_rows=st.sampled_from([None, 1, 2, 4]),
     )
     def begin(
         self,
@@ -41,6 +42,7 @@ class RandomLives(SchedulerLives):
         chunked: bool,
         paused_blocks: int,
         passes: int,
+        shared_rows: int | None,
     ) -> None:
         scheduler = scheduler_of(
             blocks,
@@ -50,6 +52,7 @@ class RandomLives(SchedulerLives):
             chunked=chunked,
             paused_blocks=paused_blocks,
             passes=passes,
+            shared_rows=shared_rows,
         )
         self.use(scheduler)
         self.next_id = 0

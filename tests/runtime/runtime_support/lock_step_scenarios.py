@@ -84,9 +84,12 @@ class Answer:
 
 
 def build(path: Path, ranks: Ranks | None = None, blocks: int = 24, **settings: Any) -> DynamicInferenceEngine:
-    """An engine with small passes and few blocks, so that requests are evicted; the whole model or this rank's part."""
+    """An engine with small passes and few blocks, so that requests are evicted; the whole model or this rank's part.
+    The answers of large bodies take turns."""
     model = load_model(path, dtype="float32", ranks=ranks)
-    return DynamicInferenceEngine.build(model, load_tokenizer(path), tight(model, blocks, **settings))
+    engine = DynamicInferenceEngine.build(model, load_tokenizer(path), tight(model, blocks, **settings))
+    engine.scheduler.limits = replace(engine.scheduler.limits, shared_rows=2)
+    return engine
 
 
 def tight(model: Decoder, blocks: int = 24, **settings: Any) -> InferenceConfig:

@@ -10,6 +10,8 @@ from megatron_runtime.engine.scheduling.sequence import Sequence
 
 _EXCESS = 2
 """A tenant with so many running sequences more than another one has no fewer than that after it has made room."""
+ALIKE = 4
+"""Bodies and tenants with up to so many times the answers of the smallest one do not wait for it."""
 _LARGER = 1
 """A body makes room only for those with a tag that is smaller by more than this: none of two similar ones does."""
 
@@ -20,6 +22,8 @@ class RunningSequences(OrderedSequences):
     def __init__(self) -> None:
         super().__init__()
         self._counts: Counter[str] = Counter()
+        self._sizes: dict[str, Counter[int]] = {}
+        """By tenant, how many sequences belong to bodies of each number of answers."""
 
     def count(self, tenant: str) -> int:
         """Number of running sequences of a tenant."""
@@ -29,13 +33,18 @@ class RunningSequences(OrderedSequences):
         """Insert a sequence in order."""
         super().add(sequence)
         self._counts[sequence.tenant] += 1
+        self._sizes.setdefault(sequence.tenant, Counter())[sequence.answers] += 1
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence; it must be in the set."""
         super().remove(sequence)
-        self._counts[sequence.tenant] -= 1
-        if not self._counts[sequence.tenant]:
-            del self._counts[sequence.tenant]
+        tenant, sizes = sequence.tenant, self._sizes[sequence.tenant]
+        self._counts[tenant] -= 1
+        sizes[sequence.answers] -= 1
+        if not sizes[sequence.answers]:
+            del sizes[sequence.answers]
+        if not sizes:
+            del self._counts[tenant], self._sizes[tenant]
 
     @property
     def to_evict(self) -> Sequence:
@@ -44,6 +53,16 @@ class RunningSequences(OrderedSequences):
         if len(self._counts) == 1:
             return self.last
         return max(self, key=lambda each: (each.priority, self._counts[each.tenant], each.order))
+
+    def are_alike(self, head: Sequence | None) -> bool:
+        """Whether no tenant, and no body of a tenant, has more than ``ALIKE`` times the answers of another one, also
+        with ``head``, which waits. There must be a running sequence."""
+        counts, sizes = dict(self._counts), {tenant: set(each) for tenant, each in self._sizes.items()}
+        if head is not None:
+            counts[head.tenant] = counts.get(head.tenant, 0) + 1
+            sizes.setdefault(head.tenant, set()).add(head.answers)
+        are_bodies_alike = all(max(each) <= ALIKE * min(each) for each in sizes.values())
+        return are_bodies_alike and max(counts.values()) <= ALIKE * min(counts.values())
 
     def has_excess(self, head: Sequence) -> bool:
         """Whether `excess` has any sequence for ``head``."""

@@ -19,8 +19,12 @@ class SchedulerLimits:
     """Most blocks of sequences that wait for further ones."""
     passes_in_flight: int = 1
     """Most passes in flight; each one computes its share of the sequences."""
+    shares_times: bool = True
+    """Whether all ranks know the same times of passes, which decide how many drafts pay off."""
     mask_milliseconds: int = 5
     """Time for the slow masks of grammars, see `held_back`."""
+    shared_rows: int | None = None
+    """Rows of a pass with small bodies that large ones may fill, see `row_shares`; None: any number."""
 
     def __post_init__(self) -> None:
         assert self.max_tokens >= self.max_requests, "every running sequence needs at least one token per pass"

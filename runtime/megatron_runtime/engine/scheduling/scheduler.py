@@ -8,6 +8,7 @@ from megatron_runtime.engine.scheduling.block_allocator import BlockAllocator
 from megatron_runtime.engine.scheduling.goodput import Goodput
 from megatron_runtime.engine.scheduling.mask_budget import held_back
 from megatron_runtime.engine.scheduling.preemption import to_preempt
+from megatron_runtime.engine.scheduling.row_shares import RowShares, row_shares
 from megatron_runtime.engine.scheduling.running_sequences import RunningSequences
 from megatron_runtime.engine.scheduling.schedule import Schedule, SchedulerLimits
 from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice, SettledPass, check_sharing
@@ -28,12 +29,12 @@ class Scheduler:
     for a higher priority in the queue.
 
     Every running sequence gets at least one token in every pass, or, with several passes in flight, in one of them:
-    each pass computes its share of the most urgent sequences that do not wait for their next token. Sequences whose
-    grammars have slow masks take turns, so that the others do not wait for all of them. When the pool is exhausted, a
-    sequence that needs a block pauses and keeps its blocks, as far as the limits allow; otherwise the least urgent
-    running sequence of the largest tenant is evicted. In both cases the most urgent one proceeds, and no sequence is
-    admitted meanwhile. As long as each single sequence fits the pool (which the engine checks on submission), all of
-    them end, unless ones of a higher priority arrive forever.
+    each pass computes its share of the most urgent sequences that do not wait for their next token. Sequences with slow
+    masks of grammars take turns, and so do those of large bodies beside small ones, see `row_shares`. When the pool is
+    exhausted, a sequence that needs a block pauses and keeps its blocks, as far as the limits allow; otherwise the
+    least urgent running sequence of the largest tenant is evicted. In both cases the most urgent one proceeds, and no
+    sequence is admitted meanwhile. As long as each single sequence fits the pool (which the engine checks on
+    submission), all of them end, unless ones of a higher priority arrive forever.
 
     Passes are computed in the order of their schedules, so that freed blocks can be allocated again at once: the next
     owner writes to them later. The results of a pass for a sequence that has lost its blocks meanwhile are dropped.
@@ -47,8 +48,8 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, allocator: BlockAllocator) -> None:
         self.limits = limits
         self.allocator = allocator
-        self.goodput = Goodput() if limits.passes_in_flight == 1 else None
-        """What drafts cost and yield; None: passes overlap, so that their times do not tell."""
+        self.goodput = Goodput() if limits.shares_times and limits.passes_in_flight == 1 else None
+        """What drafts cost and yield; None: times of passes, which may overlap, do not tell."""
         self._prefixes = allocator.prefixes
         self._running = RunningSequences()
         self._waiting = WaitingSequences(self._running)
@@ -128,27 +129,29 @@ class Scheduler:
         slices: list[SequenceSlice] = []
         evicted: list[Sequence] = []
         paused: list[Sequence] = []
-        budget = self.limits.max_tokens
+        limits, budget = self.limits, self.limits.max_tokens
         share = self._share(len(self._running))
         self._passes += 1
-        running = list(self._running)
-        held = held_back(running, self.limits.mask_milliseconds)
+        head = self._waiting.first if admits and self._waiting else None
+        shares = row_shares(self._running, head, limits.shared_rows)
+        running = shares.among(self._running)
+        held = held_back(running, limits.mask_milliseconds)
         for index, sequence in enumerate(running):
             if len(slices) == share or budget == 0:
                 break
             if not sequence.is_running or not sequence.num_left or sequence.request_id in held:
                 continue
-            if self.limits.paused_blocks and self._should_pause(sequence, paused):
+            if limits.paused_blocks and self._should_pause(sequence, paused):
                 paused.append(sequence)
             elif self._grow(sequence, evicted):
                 num_behind = len(running) - index - 1
                 slices.append(self._begin_slice(sequence, budget - num_behind))
                 budget -= slices[-1].length
-        admitted = self._admit(slices, budget, evicted, is_full=bool(evicted or paused)) if admits else []
+        admitted = self._admit(slices, budget, evicted, shares, is_full=bool(evicted or paused)) if admits else []
         if evicted:
             slices = [part for part in slices if part.counts]
             paused = [each for each in paused if each.is_running]
-        self._slices = slices = with_drafts(slices, self.goodput, self.limits)
+        self._slices = slices = with_drafts(slices, shares, self.goodput, limits)
         known, self._paused = self._paused, {sequence.request_id for sequence in paused}
         paused = [each for each in paused if each.request_id not in known]
         return Schedule(slices, admitted, evicted, paused)
@@ -178,8 +181,7 @@ class Scheduler:
         """
         following = [SequenceSlice.after(part) for part in slices]
         longer = [part for part in following if part and self.blocks_for(part.end) > len(part.sequence.blocks)]
-        may_draft = any(part.sequence.draft_length is not None for part in slices)
-        if may_draft or not self.allocator.can_allocate(len(longer)):
+        if any(part.sequence.draft_length for part in slices) or not self.allocator.can_allocate(len(longer)):
             return []
         for part in longer:  # by one token, so by one block
             part.sequence.blocks += self.allocator.allocate(1)
@@ -264,7 +266,7 @@ class Scheduler:
         return sequence
 
     def _admit(
-        self, slices: list[SequenceSlice], budget: int, evicted: list[Sequence], *, is_full: bool
+        self, slices: list[SequenceSlice], budget: int, evicted: list[Sequence], shares: RowShares, *, is_full: bool
     ) -> list[Sequence]:
         """Begin sequences of the queue; those that were ``evicted`` in this pass are left for the next one. If memory
         ``is_full``, only in place of others: the admitted ones would evict others otherwise."""
@@ -274,7 +276,8 @@ class Scheduler:
         while budget > 0 and self.may_admit:
             sequence = self._waiting.first
             matched = self._match(sequence)
-            if sequence in evicted or self._should_wait(sequence, matched, upcoming):
+            has_to_wait = sequence in evicted or shares.delays(sequence, len(slices))
+            if has_to_wait or self._should_wait(sequence, matched, upcoming):
                 break
             if is_full or not self._has_room(sequence, matched):
                 preempted = self._to_preempt(sequence, matched)
@@ -336,8 +339,7 @@ class Scheduler:
             self.allocator.share(matched)
             self._prefixes.begin(sequence, matched)
         sequence.blocks = matched + self.allocator.allocate(self.blocks_for(len(sequence.tokens)) - len(matched))
-        cached = len(matched) * self.limits.block_size_tokens
-        sequence.num_cached = sequence.num_computed = sequence.num_begun = cached
+        sequence.num_cached = sequence.num_computed = sequence.num_begun = len(matched) * self.limits.block_size_tokens
 
     def _release(self, sequence: Sequence) -> None:
         self.allocator.free(reversed(sequence.blocks))

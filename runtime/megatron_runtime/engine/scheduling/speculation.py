@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from megatron_runtime.engine.scheduling.goodput import Goodput
 from megatron_runtime.engine.scheduling.prompt_lookup import PromptLookup
+from megatron_runtime.engine.scheduling.row_shares import RowShares
 from megatron_runtime.engine.scheduling.schedule import SchedulerLimits
 from megatron_runtime.engine.scheduling.sequence import SequenceSlice
 
 
-def with_drafts(slices: list[SequenceSlice], goodput: Goodput | None, limits: SchedulerLimits) -> list[SequenceSlice]:
+def with_drafts(
+    slices: list[SequenceSlice], shares: RowShares, goodput: Goodput | None, limits: SchedulerLimits
+) -> list[SequenceSlice]:
     """The slices with drafts, or with the number for a draft model, as far as ``goodput`` permits, and as they have
-    room in the pass and in the blocks of their sequences."""
+    room in the pass and in the blocks of their sequences. Bodies and tenants beyond their ``shares`` have none."""
     if all(part.sequence.draft_length is None for part in slices):
         return slices
     rows = sum(part.length for part in slices)
-    drafted = _wanted(slices, limits.max_tokens - rows, limits.block_size_tokens)
+    drafted = _wanted(slices, shares, limits.max_tokens - rows, limits.block_size_tokens)
     if goodput is None:
         return drafted
     wanted = [len(part.drafts) + part.max_drafts for part in drafted]
@@ -25,12 +28,14 @@ def with_drafts(slices: list[SequenceSlice], goodput: Goodput | None, limits: Sc
     ]
 
 
-def _wanted(slices: list[SequenceSlice], budget: int, block_size_tokens: int) -> list[SequenceSlice]:
+def _wanted(
+    slices: list[SequenceSlice], shares: RowShares, budget: int, block_size_tokens: int
+) -> list[SequenceSlice]:
     drafted: list[SequenceSlice] = []
     for part in slices:
         sequence, length = part.sequence, part.sequence.draft_length
         may_draft = part.length == 1 and part.samples and not sequence.mask_milliseconds
-        if may_draft and length is not None:
+        if may_draft and length is not None and not shares.is_large(sequence):
             known = len(sequence.tokens)
             room = min(len(sequence.blocks) * block_size_tokens, sequence.max_length - 1) - known
             if isinstance(length, PromptLookup):

@@ -32,9 +32,12 @@ def scheduler_of(
     paused_blocks: int = 0,
     passes: int = 1,
     snapshots: int = 0,
+    shared_rows: int | None = None,
 ) -> Scheduler:
     """A scheduler with this number of blocks; with a ``policy`` it shares prefixes, or their ``snapshots``."""
-    limits = SchedulerLimits(max_requests, max_tokens, block_size, chunked, paused_blocks, passes)
+    limits = SchedulerLimits(
+        max_requests, max_tokens, block_size, chunked, paused_blocks, passes, shared_rows=shared_rows
+    )
     slots = StateSnapshots(snapshots) if snapshots else None
     cache = None if policy is None else PrefixCache(policy, block_size, slots)
     return Scheduler(limits, BlockAllocator(blocks, cache))
