@@ -9,8 +9,10 @@ from megatron_runtime.engine.batch_invariance import make_batch_invariant
 from megatron_runtime.engine.context import DynamicInferenceContext
 from megatron_runtime.engine.pass_graphs import capture_obstacle, make_pass_graphs
 from megatron_runtime.engine.text_generation_controller import TextGenerationController
+from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.experts import Experts
+from megatron_runtime.model.kv_cache import FLOAT8
 from megatron_runtime.model.refit import Weights, offload_weights, restore_weights, update_weights
 from megatron_runtime.processes.allocator import return_freed_memory
 
@@ -23,12 +25,19 @@ class EngineMemory:
         context: The KV cache.
 
     Raises:
-        ConfigurationError: As `make_batch_invariant`, `make_pass_graphs` and `PassGraphs`.
+        ConfigurationError: As `make_batch_invariant`, `make_pass_graphs` and `PassGraphs`; or the attention does not
+            support the type of the KV cache.
     """
 
     def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext) -> None:
         self._controller = controller
         self._context = context
+        if controller.model.flashinfer is not None and context.kv_cache.dtype is FLOAT8:
+            raise ConfigurationError(
+                "kv_cache_dtype='fp8': the model has FlashInfer's attention, which is not supported with fp8; "
+                "use 'auto', or load the model without attention_backend",
+                field="kv_cache_dtype",
+            )
         self._batch_invariant = context.config.batch_invariant
         if self._batch_invariant:
             make_batch_invariant(controller.model, context.kv_cache)

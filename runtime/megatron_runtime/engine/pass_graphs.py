@@ -114,6 +114,8 @@ def capture_obstacle(model: Decoder, context: DynamicInferenceContext) -> str | 
         return f"the model is on the device {model.device.type}"
     if model.ranks.position.sizes.ranks_per_replica_group > 1:
         return "the model is divided among several ranks, whose communication is not captured"
+    if model.flashinfer is not None:
+        return "the host plans FlashInfer's attention for each pass"
     if not has_gpu_attention(context.kv_cache):
         return "its attention has no kernel of this project, and PyTorch's depends on values on the host"
     if model.config.recurrent is not None:
@@ -269,6 +271,7 @@ class PassGraphs:
             block_tables=self._tables.index_select(0, there["table_rows"][:requests]),
             logit_rows=logit_rows[:requests],
             adapters=None,
+            host_tables=None,
         )
         logits = self._model(batch, self._context.kv_cache)
         self._logits[:requests].copy_(logits)

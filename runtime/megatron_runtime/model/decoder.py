@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +32,9 @@ from megatron_runtime.model.routing_tape import RoutingTape
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.parallel.single_rank import SingleRank
+
+if TYPE_CHECKING:
+    from megatron_runtime.gpu.flashinfer_attention import FlashInfer
 
 
 class Decoder(nn.Module):
@@ -71,6 +76,8 @@ class Decoder(nn.Module):
         self.origin: Origin | None = None
         """The files of the weights; None for weights that were created in memory."""
         self.positions = Positions(config, dtype, device)
+        self.flashinfer: FlashInfer | None = None
+        """Attends instead of the kernels of this project, if it is chosen."""
         self.adapters: AdapterSlots | None = None
         """The adapters of this decoder; `use_adapters` creates them."""
 
@@ -93,7 +100,7 @@ class Decoder(nn.Module):
         group of several ranks, the rank that samples returns the logits, the others return None. ``tape`` is for the
         experts of this stage's layers; ``pool`` gets hidden states after the last norm, on the last stage.
         """
-        plan = plan_attention(batch, kv_cache)
+        plan = plan_attention(batch, kv_cache, self.flashinfer)
         recurrence = None if self.config.recurrent is None else RecurrentPlan(batch)
         positions = self.positions(batch.positions)
         if self.adapters is not None:
@@ -142,7 +149,7 @@ class Decoder(nn.Module):
             cache = KVCache(self.shard.cache_config, 1, block_size_tokens, cached, self.device)
             layers = list(zip(self.shard.layers, self.layers, strict=True))
             vocabulary = self.config.vocab_size if self.ranks.position.samples else None
-            use_kernels(self, self.dtype, layers, self.positions, cache, vocabulary)
+            use_kernels(self, self.dtype, layers, self.positions, cache, vocabulary, self.flashinfer)
 
     def use_adapters(self, device: torch.device | None = None) -> AdapterSlots:
         """The adapters of this decoder, none at first. Later weights get them too.
