@@ -35,6 +35,7 @@ from megatron_runtime.parallel.single_rank import SingleRank
 
 if TYPE_CHECKING:
     from megatron_runtime.gpu.flashinfer_attention import FlashInfer
+    from megatron_runtime.model.weight_places import WeightPlaces
 
 
 class Decoder(nn.Module):
@@ -78,6 +79,8 @@ class Decoder(nn.Module):
         self.positions = Positions(config, dtype, device)
         self.flashinfer: FlashInfer | None = None
         """Attends instead of the kernels of this project, if it is chosen."""
+        self.places: WeightPlaces | None = None
+        """Where the weights are on their GPU, and return to after a suspension; None if they may move."""
         self.adapters: AdapterSlots | None = None
         """The adapters of this decoder; `use_adapters` creates them."""
 
