@@ -50,6 +50,7 @@ def report(is_dry: bool, word: str = "", without: str | None = None) -> int:
     from gpu_checks import (
         correctness,
         engine_speed,
+        flashinfer,
         float8_cache,
         float8_weights,
         memory,
@@ -72,6 +73,7 @@ def report(is_dry: bool, word: str = "", without: str | None = None) -> int:
         *float8_cache.checks(sizes),
         *memory.checks(sizes),
         *speed.checks(sizes),
+        *flashinfer.checks(sizes),
         *prompt_steps.checks(sizes),
         *float8_weights.measurements(sizes),
         *float8_cache.measurements(sizes),

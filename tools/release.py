@@ -17,7 +17,7 @@ from pathlib import Path
 
 from release_archives import ReleaseError, build_distributions, package_chart
 from release_images import BUILDERS, build_images
-from release_sbom import write_sboms
+from release_sbom import write_sboms, write_sboms_of_images
 
 CHECKSUMS = "SHA256SUMS"
 EPOCH_VARIABLE = "SOURCE_DATE_EPOCH"
@@ -56,6 +56,7 @@ def release(root: Path, folder: Path, images: str) -> None:
     write_sboms(project, folder, date)
     if images != "none":
         build_images(root, folder, version, revision(root), date, images)
+        write_sboms_of_images(project, folder, date)
     write_checksums(folder)
 
 

@@ -1,7 +1,7 @@
 """The images of a release, as archives for `docker load`.
 
 With Docker's buildx they are built from the Dockerfiles and the package index. Without Docker, as root on Debian,
-buildah builds those without CUDA as for the tests on a real node.
+buildah builds them as for the tests on a real node.
 """
 
 from __future__ import annotations
@@ -50,12 +50,9 @@ def build_images(root: Path, folder: Path, version: str, revision: str, date: in
         for image in IMAGES:
             _run(buildx_command(image, folder, version, revision), root, {"SOURCE_DATE_EPOCH": str(date)})
         return
-    left_out = ", ".join(f"{image.name}:{image.tag(version)}" for image in IMAGES if image.device == "cuda")
-    print(f"release: without {left_out}, which requires Docker with buildx", flush=True)
     _run([sys.executable, "tests/cluster/prepare_images.py", "--export", str(folder)], root, {})
     for image in IMAGES:
-        if image.device != "cuda":
-            normalize_archive(folder / image.archive(version), date, revision)
+        normalize_archive(folder / image.archive(version), date, revision)
 
 
 def buildx_command(image: ReleaseImage, folder: Path, version: str, revision: str) -> list[str]:

@@ -1,17 +1,21 @@
 """The software bills of materials of a release, in CycloneDX: the Python packages of each image, without its base.
 
-Versions, licenses and dependencies are those of the packages in this environment, which has the pinned versions.
+Versions, licenses and dependencies are those of the packages in this environment, which has the pinned versions. It
+lacks the packages of CUDA, so those of the image with CUDA are read from its archive.
 """
 
 from __future__ import annotations
 
 import re
+import tarfile
+import tempfile
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import Distribution, distribution
+from importlib.metadata import Distribution, distribution, distributions
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from cyclonedx.model.bom import Bom, BomMetaData
 from cyclonedx.model.component import Component, ComponentType
@@ -20,20 +24,101 @@ from cyclonedx.output import make_outputter
 from cyclonedx.schema import OutputFormat, SchemaVersion
 from packageurl import PackageURL
 from packaging.requirements import Requirement
+from release_archives import ReleaseError
 
-CONTENTS = {"operator": ("operator",), "runtime-cpu": ("runtime", "tracing", "object-storage")}
-"""The extras of the package that an image has, by image."""
+RUNTIME = ("runtime", "tracing", "object-storage")
+CONTENTS = {"operator": ("operator",), "runtime-cpu": RUNTIME}
+"""The extras of the package that an image has, by image; for SBOMs from this environment."""
+READ_FROM_ARCHIVES = {"runtime-cuda": RUNTIME}
+"""The same, for SBOMs from the archives of the images."""
+UNNAMED = "Other/Proprietary License"
+"""A classifier of licenses that names none."""
+METADATA = re.compile(r"(?:\./)?opt/megatron/lib/python(3\.\d+)/site-packages/([^/]+\.dist-info)/METADATA")
+"""In the folder of the runtime's libraries, see runtime/Dockerfile."""
 
 
 def write_sboms(project: Mapping[str, Any], folder: Path, date: int) -> None:
-    """Writes an SBOM for each image. ``project`` is the table of pyproject.toml; ``date`` in seconds since 1970."""
+    """Writes the SBOMs of the images whose packages are in this environment.
+
+    Args:
+        project: The table of pyproject.toml.
+        folder: Gets the files.
+        date: In seconds since 1970.
+    """
     for image, extras in CONTENTS.items():
-        bom = _sbom(project, image, extras, date)
-        text = make_outputter(bom, OutputFormat.JSON, SchemaVersion.V1_6).output_as_string(indent=2)
-        (folder / f"{project['name']}-{project['version']}-{image}.cdx.json").write_text(text + "\n")
+        _write(project, image, extras, folder, date, _Packages(distribution, {}))
 
 
-def _sbom(project: Mapping[str, Any], image: str, extras: Iterable[str], date: int) -> Bom:
+def write_sboms_of_images(project: Mapping[str, Any], folder: Path, date: int) -> None:
+    """The same for the images whose packages are read from their archives in the folder. Raises ReleaseError."""
+    for image, extras in READ_FROM_ARCHIVES.items():
+        name, _, device = image.partition("-")
+        archive = folder / f"{name}-{project['version']}-{device}.tar"
+        with tempfile.TemporaryDirectory() as unpacked:
+            python = _unpack_metadata(archive, Path(unpacked))
+            found = {_normalized(each.name): each for each in distributions(path=[unpacked])}
+            bom = _write(project, image, extras, folder, date, _Packages(_lookup(archive, found), python))
+        if extra := found.keys() - {each.name for each in bom.components}:
+            raise ReleaseError(f"{archive.name}: has packages that nothing requires: {', '.join(sorted(extra))}")
+
+
+def _unpack_metadata(archive: Path, target: Path) -> dict[str, str]:
+    """Writes the metadata of all packages of an image into a folder; returns the markers of its Python."""
+    versions = set()
+    with tarfile.open(archive) as image:
+        for member in image:
+            layer = image.extractfile(member) if member.isfile() else None
+            for version, name, file in () if layer is None else _metadata(layer):
+                versions.add(version)
+                (target / name).mkdir(exist_ok=True)
+                (target / name / "METADATA").write_bytes(file.read())
+    if len(versions) != 1:
+        raise ReleaseError(f"{archive.name}: has packages of {len(versions)} versions of Python, not of one")
+    (version,) = versions
+    return {"python_version": version, "python_full_version": f"{version}.0"}
+
+
+def _metadata(layer: IO[bytes]) -> Iterator[tuple[str, str, IO[bytes]]]:
+    """The version of Python, the folder and the metadata of each package in a layer; of none in other files."""
+    if not tarfile.is_tarfile(layer):
+        return
+    layer.seek(0)
+    with tarfile.open(fileobj=layer) as files:
+        for file in files:
+            match, content = METADATA.fullmatch(file.name), files.extractfile(file) if file.isfile() else None
+            if match and content is not None:
+                yield match[1], match[2], content
+
+
+def _lookup(archive: Path, found: Mapping[str, Distribution]) -> Callable[[str], Distribution]:
+    def look_up(name: str) -> Distribution:
+        if (package := found.get(_normalized(name))) is None:
+            raise ReleaseError(f"{archive.name}: lacks the package {name}")
+        return package
+
+    return look_up
+
+
+@dataclass
+class _Packages:
+    """Where packages are found by name, and their components so far."""
+
+    find: Callable[[str], Distribution]
+    python: dict[str, str]
+    """Markers that differ from those of this Python."""
+    components: dict[str, Component] = field(default_factory=dict)
+
+
+def _write(
+    project: Mapping[str, Any], image: str, extras: Iterable[str], folder: Path, date: int, packages: _Packages
+) -> Bom:
+    bom = _sbom(project, image, extras, date, packages)
+    text = make_outputter(bom, OutputFormat.JSON, SchemaVersion.V1_6).output_as_string(indent=2)
+    (folder / f"{project['name']}-{project['version']}-{image}.cdx.json").write_text(text + "\n")
+    return bom
+
+
+def _sbom(project: Mapping[str, Any], image: str, extras: Iterable[str], date: int, packages: _Packages) -> Bom:
     ours = Component(
         name=f"{project['name']}-{image}",
         version=project["version"],
@@ -45,16 +130,16 @@ def _sbom(project: Mapping[str, Any], image: str, extras: Iterable[str], date: i
         serial_number=uuid.uuid5(uuid.NAMESPACE_URL, f"{project['name']}/{image}/{project['version']}/{date}"),
         metadata=BomMetaData(component=ours, timestamp=datetime.fromtimestamp(date, UTC)),
     )
-    components: dict[str, Component] = {}
     asked = [Requirement(text) for extra in extras for text in project["optional-dependencies"][extra]]
-    bom.register_dependency(ours, [_add(bom, each, components) for each in asked])
+    bom.register_dependency(ours, [_add(bom, each, packages) for each in asked])
     return bom
 
 
-def _add(bom: Bom, requirement: Requirement, components: dict[str, Component]) -> Component:
+def _add(bom: Bom, requirement: Requirement, packages: _Packages) -> Component:
     """The component of a requirement; registers it and all that it needs."""
-    found = distribution(requirement.name)
-    name = re.sub(r"[-_.]+", "-", found.name).lower()
+    found = packages.find(requirement.name)
+    name = _normalized(found.name)
+    components = packages.components
     # Extras may add to what an earlier requirement needed, so they are components of their own in this table only.
     key = f"{name}[{','.join(sorted(requirement.extras))}]"
     if key in components:
@@ -68,24 +153,32 @@ def _add(bom: Bom, requirement: Requirement, components: dict[str, Component]) -
         bom_ref=f"{name}=={found.version}",
     )
     bom.components.add(components[key])
-    needed = [_add(bom, each, components) for each in _requirements(found, requirement.extras)]
+    needed = [_add(bom, each, packages) for each in _requirements(found, requirement.extras, packages.python)]
     bom.register_dependency(components[key], needed)
     return components[key]
 
 
-def _requirements(found: Distribution, extras: Iterable[str]) -> Iterator[Requirement]:
-    """What a package needs on this platform, with these extras."""
+def _normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _requirements(found: Distribution, extras: Iterable[str], python: Mapping[str, str]) -> Iterator[Requirement]:
+    """What a package needs on this platform, with these extras and markers of Python."""
     for text in sorted(found.requires or ()):
-        requirement = Requirement(text)
-        if requirement.marker is None or any(requirement.marker.evaluate({"extra": each}) for each in ("", *extras)):
+        requirement, marker = Requirement(text), Requirement(text).marker
+        if marker is None or any(marker.evaluate({**python, "extra": each}) for each in ("", *extras)):
             yield requirement
 
 
 def _licenses(found: Distribution) -> Iterator[LicenseExpression | DisjunctiveLicense]:
-    """The license expression of the metadata, else the names of its classifiers."""
+    """The license expression of the metadata, else the names of its classifiers, else its text of one line; a
+    classifier that only says that it is another license comes last. Nothing for a package that names none."""
     about: Any = found.metadata
     if expression := about.get("License-Expression"):
         yield LicenseExpression(expression)
         return
     classifiers = [each.split(" :: ") for each in about.get_all("Classifier") or ()]
-    yield from (DisjunctiveLicense(name=each[-1]) for each in sorted(classifiers) if each[0] == "License")
+    named = {each[-1] for each in classifiers if each[0] == "License"}
+    text = about.get("License") or ""
+    texts = {text} if text and "\n" not in text else set()
+    yield from (DisjunctiveLicense(name=each) for each in sorted(named - {UNNAMED} or texts or named))

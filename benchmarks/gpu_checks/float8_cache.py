@@ -64,7 +64,7 @@ def check_engine(sizes: Sizes) -> Iterator[Result]:
     """Its tokens in float32 against those of the CPU with rounded keys and values."""
     model = small_model()
     planned = "megatron_runtime.model.decoder.plan_attention"
-    with patch(planned, lambda batch, cache: RoundedAttention(batch, cache.block_size_tokens)):
+    with patch(planned, lambda batch, cache, _: RoundedAttention(batch, cache.block_size_tokens)):
         expected = generate(model, SAMPLERS["greedy"])
     for kind, num_cuda_graphs in (("graphs", 1), ("eager", 0))[: 2 if sizes.has_gpu else 1]:
         found = generate(on_device(model), SAMPLERS["greedy"], num_cuda_graphs, **FP8)

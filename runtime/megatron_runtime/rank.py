@@ -116,6 +116,7 @@ def _build_engine(link: ParentLink, options: RankOptions, plan: RankPlan) -> Dyn
                 ranks=ranks,
                 block_size_tokens=options.engine.block_size_tokens,
                 kv_cache_dtype=options.engine.kv_cache_dtype,
+                attention_backend=options.engine.attention_backend,
             )
             draft = load_draft_model(
                 options.engine, tokenizer.result(), device=device, max_sequence_length=plan.max_sequence_length

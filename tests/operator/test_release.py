@@ -22,10 +22,12 @@ from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from suite_support.doc_blocks import ROOT
 
-sys.path.append(str(ROOT / "tools"))
+sys.path += [str(ROOT / "tools"), str(ROOT / "tests" / "cluster")]
 
+from node_support import images as buildah_images
 from release_archives import ReleaseError, package_chart
 from release_images import IMAGES, REGISTRY, buildx_command
+from release_sbom import CONTENTS, READ_FROM_ARCHIVES
 
 VERSION: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 SOURCES = ("operator", "runtime", "charts", "tools", "pyproject.toml", "constraints.txt", "README.md", "LICENSE")
@@ -120,3 +122,19 @@ def test_an_image_is_built_from_its_dockerfile_with_fixed_times(image: Any, tmp_
     assert arguments <= declared
     assert f"--tag={REGISTRY}/{image.name}:{image.tag(VERSION)}" in command
     assert any("rewrite-timestamp=true" in word and image.archive(VERSION) in word for word in command)
+
+
+def test_buildah_builds_the_same_images() -> None:
+    built = {(each.archive, each.dockerfile, each.device) for each in buildah_images.RELEASED}
+    default = "cpu"
+    assert built == {
+        (each.archive(VERSION), each.dockerfile, None if each.device == default else each.device) for each in IMAGES
+    }
+    assert f"ARG DEVICE={default}" in (ROOT / "runtime/Dockerfile").read_text()
+
+
+def test_each_image_has_a_bill_of_materials_with_the_extras_that_are_installed() -> None:
+    extras = {**CONTENTS, **READ_FROM_ARCHIVES}
+    assert {each.archive(VERSION).replace(f"-{VERSION}", "") for each in IMAGES} == {f"{name}.tar" for name in extras}
+    for image in buildah_images.RELEASED:
+        assert extras[image.archive.removesuffix(".tar").replace(f"-{VERSION}", "")] == image.wheels_for

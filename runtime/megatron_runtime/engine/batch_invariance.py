@@ -20,6 +20,8 @@ def make_batch_invariant(model: Decoder, kv_cache: KVCache) -> None:
     obstacle = None
     if model.ranks.position.sizes.ranks_per_replica_group > 1:
         obstacle = "the order in which several ranks add their parts may depend on the size of the batch"
+    elif model.flashinfer is not None:
+        obstacle = "FlashInfer divides contexts by the batch"
     elif kv_cache.is_resident and not has_gpu_attention(kv_cache):
         obstacle = "the attention of this model is PyTorch's, whose bits depend on the batch"
     elif model.config.recurrent is not None:

@@ -29,7 +29,7 @@ from megatron_runtime.engine.scheduling.state_snapshots import StateSnapshots
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.forward_batch import AdapterRows, ForwardBatch
+from megatron_runtime.model.forward_batch import AdapterRows, ForwardBatch, HostTables
 from megatron_runtime.model.hidden_pool import HiddenPool
 from megatron_runtime.model.kernels.gpu_attention import cache_dtype
 from megatron_runtime.model.kv_cache import KVCache
@@ -220,7 +220,8 @@ class DynamicInferenceContext:
         }
         if self.has_states:
             arrays["state_slots"] = flat.rows.astype(np.int64)
-        return ForwardBatch(**on_device(arrays, self.device), adapters=self._adapter_rows(slices))
+        here = HostTables(**{name: arrays[name].astype(np.int32, copy=False) for name in HostTables._fields})
+        return ForwardBatch(**on_device(arrays, self.device), adapters=self._adapter_rows(slices), host_tables=here)
 
     def _adapter_rows(self, slices: Slices[SequenceSlice]) -> AdapterRows | None:
         if all(part.sequence.adapter is None for part in slices):

@@ -11,9 +11,10 @@ from megatron_runtime.engine.batch_invariance import make_batch_invariant
 from megatron_runtime.engine.context import DynamicInferenceContext
 from megatron_runtime.engine.pass_graphs import capture_obstacle, make_pass_graphs
 from megatron_runtime.engine.text_generation_controller import TextGenerationController
-from megatron_runtime.errors import EngineError
+from megatron_runtime.errors import ConfigurationError, EngineError
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.device_memory import address_obstacle, describe_shortage, format_gibibytes
+from megatron_runtime.model.kv_cache import FLOAT8
 from megatron_runtime.model.refit import (
     Weights,
     find_weights_again,
@@ -36,13 +37,20 @@ class EngineMemory:
         context: The KV cache.
 
     Raises:
-        ConfigurationError: As `make_batch_invariant`, `keep_places`, `make_pass_graphs` and `PassGraphs`.
+        ConfigurationError: As `make_batch_invariant`, `keep_places`, `make_pass_graphs` and `PassGraphs`; or the
+            attention does not support the type of the KV cache.
         EngineError: As `keep_places`.
     """
 
     def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext) -> None:
         self._controller = controller
         self._context = context
+        if controller.model.flashinfer is not None and context.kv_cache.dtype is FLOAT8:
+            raise ConfigurationError(
+                "kv_cache_dtype='fp8': the model has FlashInfer's attention, which is not supported with fp8; "
+                "use 'auto', or load the model without attention_backend",
+                field="kv_cache_dtype",
+            )
         self._batch_invariant = context.config.batch_invariant
         if self._batch_invariant:
             make_batch_invariant(controller.model, context.kv_cache)

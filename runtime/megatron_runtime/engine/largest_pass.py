@@ -169,4 +169,5 @@ def _largest_batch(limits: ContextLimits, num_blocks: int, device: torch.device)
         "logit_rows": query_starts[1:] - 1,
         "state_slots": np.arange(requests),
     }
-    return ForwardBatch(adapters=None, **{name: torch.from_numpy(values).to(device) for name, values in arrays.items()})
+    tensors = {name: torch.from_numpy(values).to(device) for name, values in arrays.items()}
+    return ForwardBatch(**tensors, adapters=None, host_tables=None)

@@ -117,6 +117,8 @@ def capture_obstacle(model: Decoder, context: DynamicInferenceContext) -> str | 
         return f"the model is divided among {sizes.pipeline} pipeline stages, whose communication is not captured"
     if sizes.expert > sizes.tensor:
         return f"only {sizes.tensor} of {sizes.expert} expert parallel ranks compute logits, and sample"
+    if model.flashinfer is not None:
+        return "the host plans FlashInfer's attention for each pass"
     if not has_gpu_attention(context.kv_cache):
         return "its attention has no kernel of this project, and PyTorch's depends on values on the host"
     if model.config.recurrent is not None:
@@ -271,6 +273,7 @@ class PassGraphs:
             block_tables=self._tables.index_select(0, there["table_rows"][:requests]),
             logit_rows=logit_rows,
             adapters=None,
+            host_tables=None,
         )
         logits = self._model(batch, self._context.kv_cache)
         self._logits[:requests].copy_(logits)

@@ -173,18 +173,22 @@ def attend(
         soft_cap: As in AttentionPlan, also ``sinks`` and ``is_chunked``.
     """
     limits = ScoreLimits(window, soft_cap, sinks, is_chunked)
-    queries, output = _rotate_and_store(heads, rotation, cache, batch.slots)
+    queries, output = rotate_and_store_heads(heads, rotation, cache, batch.slots)
     if len(queries) > len(batch.context_lengths):
         _attend_tiles(output, queries, cache, batch, limits)
     _attend_splits(output, queries, cache, batch, limits)
     return output
 
 
-def _rotate_and_store(
+def rotate_and_store_heads(
     heads: Tensor, rotation: tuple[Tensor, Tensor] | None, cache: tuple[Tensor, ...], slots: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The queries, and a tensor for their outputs, where tokens of padding have 0: they differ in nothing, so that they
-    choose the same experts."""
+    """Write new keys and values into the cache, by one launch, with the arguments of `attend`.
+
+    Returns:
+        The rotated queries, and a tensor for their outputs, where tokens of padding have 0: they differ in nothing, so
+        that they choose the same experts.
+    """
     keys, values = cache
     kv_heads, page, width = keys.shape[1:]
     query_heads = heads.shape[1] - 2 * kv_heads

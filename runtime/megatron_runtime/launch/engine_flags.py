@@ -70,6 +70,13 @@ class EngineFlags:
             " compute capability 8.9 or newer."
         ),
     ] = EngineOptions.kv_cache_dtype
+    attention_backend: Annotated[
+        str,
+        typer.Option(
+            help="auto: the attention of this project. flashinfer: that of the package flashinfer-python, on a GPU, in"
+            " float16 or bfloat16, without CUDA graphs."
+        ),
+    ] = EngineOptions.attention_backend
     device_memory: Annotated[
         str | None,
         typer.Option(help="Memory of each GPU, like 80Gi, for the check before the start. Default: as of nvidia-smi."),

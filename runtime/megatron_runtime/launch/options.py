@@ -68,6 +68,7 @@ class EngineOptions:
     block_size_tokens: int = 16
     kv_cache_bytes: int | None = None
     kv_cache_dtype: str = InferenceConfig.kv_cache_dtype
+    attention_backend: str = "auto"
     device_memory_bytes: int | None = None
     """Memory of each GPU, for the preflight; None: as nvidia-smi reports."""
     max_requests: int | None = None

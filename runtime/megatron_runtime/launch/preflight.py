@@ -18,6 +18,7 @@ from megatron_runtime.launch.inspection import CheckpointFacts
 from megatron_runtime.launch.memory import AvailableMemory
 from megatron_runtime.launch.options import DRAFT_MODEL_FLAG, EngineOptions, LaunchOptions
 from megatron_runtime.launch.quantity import format_bytes
+from megatron_runtime.model.attention_kind import ATTENTION_BACKENDS
 from megatron_runtime.model.recurrent_config import NO_DRAFTS
 
 USUAL_KV_CACHE = 2**30
@@ -94,6 +95,7 @@ def _plan(
             "or omit it"
         )
     _check_cache_dtype(engine, facts)
+    _check_attention_backend(engine, facts)
     weights = _weight_bytes(engine, facts)
     length = engine.max_sequence_length or facts.longest
     if engine.device != "cpu":
@@ -126,6 +128,27 @@ def _check_cache_dtype(engine: EngineOptions, facts: CheckpointFacts) -> None:
         obstacle = f"{facts.architecture} has {kind}, whose cache is not supported in fp8"
     if obstacle is not None:
         raise ConfigurationError(f"--kv-cache-dtype {engine.kv_cache_dtype}: {obstacle}; use auto")
+
+
+def _check_attention_backend(engine: EngineOptions, facts: CheckpointFacts) -> None:
+    """A rank also checks the heads of the model, and that the package is installed."""
+    choice, obstacle = engine.attention_backend, None
+    if choice == "auto":
+        return
+    if choice not in ATTENTION_BACKENDS:
+        raise ConfigurationError(f"--attention-backend {choice}: use one of {', '.join(ATTENTION_BACKENDS)}")
+    if engine.device == "cpu":
+        obstacle = "it computes on GPUs, and the device is cpu"
+    elif facts.cache_layout.values_in_keys:
+        obstacle = f"{facts.architecture} has multi-head latent attention, which is not supported with it"
+    elif engine.dtype == "float32":
+        obstacle = "it computes in float16 and bfloat16, not with --dtype float32"
+    elif engine.kv_cache_dtype != "auto":
+        obstacle = f"--kv-cache-dtype {engine.kv_cache_dtype} is not supported with it"
+    elif engine.batch_invariant:
+        obstacle = "its results depend on the batch, so --batch-invariant is not possible"
+    if obstacle is not None:
+        raise ConfigurationError(f"--attention-backend {choice}: {obstacle}; use auto")
 
 
 def _check_draft_model(options: LaunchOptions, facts: CheckpointFacts, length: int) -> None:

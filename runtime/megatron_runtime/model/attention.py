@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kernels.compiled import KINDS
 from megatron_runtime.model.kernels.cpu_attention import CpuAttention
+from megatron_runtime.model.kernels.flashinfer_backend import FlashInferAttention
 from megatron_runtime.model.kernels.gpu_attention import GpuAttention, has_gpu_attention
 from megatron_runtime.model.kernels.torch_attention import TorchAttention
 from megatron_runtime.model.kv_cache import KVCache, LayerCache
 from megatron_runtime.model.rotary import Rotation
+
+if TYPE_CHECKING:
+    from megatron_runtime.gpu.flashinfer_attention import FlashInfer
 
 
 class AttentionPlan(Protocol):
@@ -45,8 +49,10 @@ class AttentionPlan(Protocol):
         ...
 
 
-def plan_attention(batch: ForwardBatch, cache: KVCache) -> AttentionPlan:
-    """The plan for a batch whose tables point into ``cache``."""
+def plan_attention(batch: ForwardBatch, cache: KVCache, flashinfer: FlashInfer | None = None) -> AttentionPlan:
+    """The plan for a batch whose tables point into ``cache``; by FlashInfer, if that is chosen."""
+    if flashinfer is not None:
+        return FlashInferAttention(batch, cache, flashinfer)
     if cache.device.type == "cpu" and cache.dtype in KINDS:
         return CpuAttention(batch)
     if has_gpu_attention(cache):

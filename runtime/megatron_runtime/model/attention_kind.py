@@ -11,6 +11,9 @@ from abc import ABC, abstractmethod
 from megatron_runtime.model.cache_layout import CacheLayout
 from megatron_runtime.model.config import ModelConfig
 
+ATTENTION_BACKENDS = ("auto", "flashinfer")
+"""What attends: the implementation for the device, or FlashInfer."""
+
 
 class AttentionKind(ABC):
     """The attention of a model, or of one rank's part of it, whose sizes ``config`` gives."""

@@ -26,6 +26,7 @@ from megatron_runtime.model.formats.origin import Origin
 from megatron_runtime.model.formats.quantized_weights import QUANTIZED_WEIGHTS, KeptKind, kept_kind
 from megatron_runtime.model.formats.source import resolve_source
 from megatron_runtime.model.formats.weight_source import WeightSource
+from megatron_runtime.model.kernels.flashinfer_backend import choose_backend
 from megatron_runtime.model.quantized_loading import keep_quantized
 from megatron_runtime.model.tokenizer import load_tokenizer
 from megatron_runtime.model.weights import Placements, ProgressCallback, load_weights
@@ -75,6 +76,7 @@ def load_model(
     block_size_tokens: int | None = None,
     quantized_weights: str = "expand",
     kv_cache_dtype: str = "auto",
+    attention_backend: str = "auto",
 ) -> Decoder:
     """The decoder in a GGUF file or a folder, with weights as ``dtype`` on ``device``.
 
@@ -83,12 +85,13 @@ def load_model(
     configuration's ``max_position_embeddings``. Memory beyond the weights is small. With ``ranks``, only this rank's
     part is read. While the weights load, kernels for GPUs are compiled for a KV cache with blocks of
     ``block_size_tokens`` and the type ``kv_cache_dtype``; None: at their first use. ``quantized_weights`` is one of
-    `QUANTIZED_WEIGHTS`.
+    `QUANTIZED_WEIGHTS`; ``attention_backend`` one of `ATTENTION_BACKENDS`.
 
     Raises:
         CheckpointError: As in `inspect_checkpoint`; with ``check_finite`` also for a tensor with NaN or infinity.
         ConfigurationError: ``max_sequence_length`` exceeds that of the model, or the model can't be divided among
-            ``ranks``, or ``dtype``, ``quantized_weights`` or ``kv_cache_dtype`` is unknown or not possible.
+            ``ranks``, or ``dtype``, ``quantized_weights``, ``kv_cache_dtype`` or ``attention_backend`` is unknown or
+            not possible.
     """
     path = checkpoint_path(path)
     origin = Origin.of(path)
@@ -102,6 +105,7 @@ def load_model(
     else:
         decoder = Decoder(config, dtype=chosen, device=device, ranks=ranks)
     decoder.kept_kind = kept
+    decoder.flashinfer = choose_backend(attention_backend, config, chosen, decoder.device, kv_cache_dtype)
     with ThreadPoolExecutor(1, "kernels") as aside:
         kernels = aside.submit(decoder.prepare_kernels, block_size_tokens, kv_cache_dtype)
         fill(decoder, source, rotary_factors, on_progress, check_finite=check_finite)

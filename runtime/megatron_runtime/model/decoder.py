@@ -34,6 +34,7 @@ from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.parallel.single_rank import SingleRank
 
 if TYPE_CHECKING:
+    from megatron_runtime.gpu.flashinfer_attention import FlashInfer
     from megatron_runtime.model.weight_places import WeightPlaces
 
 
@@ -76,6 +77,8 @@ class Decoder(nn.Module):
         self.origin: Origin | None = None
         """The files of the weights; None for weights that were created in memory."""
         self.positions = Positions(config, dtype, device)
+        self.flashinfer: FlashInfer | None = None
+        """Attends instead of the kernels of this project, if it is chosen."""
         self.places: WeightPlaces | None = None
         """Where the weights are on their GPU, and return to after a suspension; None if they may move."""
         self.adapters: AdapterSlots | None = None
@@ -100,7 +103,7 @@ class Decoder(nn.Module):
         group of several ranks, those that have logits return them, the others return None. ``tape`` is for the
         experts of this stage's layers; ``pool`` gets hidden states after the last norm, on the last stage.
         """
-        plan = plan_attention(batch, kv_cache)
+        plan = plan_attention(batch, kv_cache, self.flashinfer)
         recurrence = None if self.config.recurrent is None else RecurrentPlan(batch)
         positions = self.positions(batch.positions)
         if self.adapters is not None:
@@ -150,7 +153,7 @@ class Decoder(nn.Module):
             cache = KVCache(self.shard.cache_config, 1, block_size_tokens, cached, self.device)
             layers = list(zip(self.shard.layers, self.layers, strict=True))
             vocabulary = self.config.vocab_size if self.ranks.has_logits else None
-            use_kernels(self, self.dtype, layers, self.positions, cache, vocabulary)
+            use_kernels(self, self.dtype, layers, self.positions, cache, vocabulary, self.flashinfer)
 
     def use_adapters(self, device: torch.device | None = None) -> AdapterSlots:
         """The adapters of this decoder, none at first. Later weights get them too.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +27,14 @@ class AdapterRows:
         """Every slot in use, with its rows: int64 [rows of the slot], on the device."""
         used = np.unique(self.slots[self.slots >= 0]).tolist()
         return [(slot, torch.from_numpy(np.flatnonzero(self.slots == slot)).to(self.device)) for slot in used]
+
+
+class HostTables(NamedTuple):
+    """The tables of a ForwardBatch on the host, each int32."""
+
+    query_starts: NDArray[np.int32]
+    context_lengths: NDArray[np.int32]
+    block_tables: NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -54,3 +63,5 @@ class ForwardBatch:
     """The adapters of the rows; None if no row has one."""
     state_slots: Tensor | None = None
     """int64 [R], the slot of each request's recurrent states, all different; None in a model without them."""
+    host_tables: HostTables | None = None
+    """For attention that the host plans; None: it has to copy them from the device."""

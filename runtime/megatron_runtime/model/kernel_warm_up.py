@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,9 @@ from megatron_runtime.model.positions import LayerPositions, Positions
 from megatron_runtime.model.quantized.float8_linear import Float8Linear
 from megatron_runtime.model.self_attention import SelfAttention
 
+if TYPE_CHECKING:
+    from megatron_runtime.gpu.flashinfer_attention import FlashInfer
+
 NOT_STORED = -1
 """The slot of a token whose key and value are not written."""
 
@@ -38,6 +42,7 @@ def use_kernels(
     positions: Positions,
     cache: KVCache,
     sampled_vocabulary: int | None,
+    flashinfer: FlashInfer | None = None,
 ) -> None:
     """Launch them on a few zeros. The weights may be of any values, and change meanwhile; no rank waits for another.
 
@@ -48,6 +53,7 @@ def use_kernels(
         positions: Their rotations.
         cache: On the same device, of at least one block; it is not written to.
         sampled_vocabulary: The number of logits of a row, if this rank samples.
+        flashinfer: Attends, if it is chosen; its kernels are compiled too.
     """
     device = cache.device
     if device.type == "cuda":
@@ -62,7 +68,7 @@ def use_kernels(
         for module in model.modules():
             if isinstance(module, Embedding):
                 module.look_up_on_gpu(batch)
-        _attend(batch, dtype, layers, positions, cache)
+        _attend(plan_attention(batch, cache, flashinfer), batch, dtype, layers, positions, cache)
     if sampled_vocabulary is not None:
         from megatron_runtime.gpu import sampling
 
@@ -100,13 +106,13 @@ def _normalize_heads(attention: SelfAttention, rows: Tensor) -> None:
 
 
 def _attend(
+    plan: AttentionPlan,
     batch: ForwardBatch,
     dtype: torch.dtype,
     layers: Iterable[tuple[int, nn.Module]],
     positions: Positions,
     cache: KVCache,
 ) -> None:
-    plan = plan_attention(batch, cache)
     prepared = positions(batch.positions)
     done: set[tuple[int, bool]] = set()
     for index, (number, layer) in enumerate(layers):

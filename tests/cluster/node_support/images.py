@@ -1,7 +1,7 @@
 """Builds the project's images from its Dockerfiles with buildah, without a registry and without the network.
 
-The base image is built from Debian's packages and has the name in FROM; pip installs from a folder of wheels. Layers
-are cached in the cache folder, and images of the same sources are built once.
+The base images are built from Debian's packages; that of the tests has the name in FROM. pip installs from a folder of
+wheels. Layers are cached in the cache folder, and images of the same sources are built once.
 """
 
 import hashlib
@@ -11,7 +11,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +23,11 @@ from cluster_support.progress import Progress, Say, say_at_once
 from node_support.tools import NodeTools
 
 ROOT = Path(__file__).parents[3]
-BASE = "docker.io/library/python:3.11-slim-bookworm"
-BASE_PACKAGES = ("ca-certificates", "libstdc++6", "python3", "python3-venv")
+sys.path.append(str(ROOT / "tools"))
+
+from requirements import requirements  # noqa: E402
+from torch_for_cpu import pinned_version  # noqa: E402
+
 LEFT_OUT = ("doc", "info", "locale", "man")
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 OLD = 86400.0
@@ -31,13 +35,30 @@ OLD = 86400.0
 
 
 @dataclass(frozen=True)
+class Base:
+    """A base image of Debian's packages."""
+
+    name: str
+    packages: tuple[str, ...]
+
+
+PYTHON = Base(
+    "docker.io/library/python:3.11-slim-bookworm", ("ca-certificates", "libstdc++6", "python3", "python3-venv")
+)
+PYTHON_WITH_COMPILER = Base("localhost/python-gcc:1", (*PYTHON.packages, "gcc", "libc6-dev", "libpython3-dev"))
+
+
+@dataclass(frozen=True)
 class Image:
-    """An image. ``wheels_for``: extras of the distribution; ``is_loaded``: nodes load it, not only builds."""
+    """An image. ``wheels_for``: extras of the distribution; ``is_loaded``: nodes load it, not only builds;
+    ``device``: its build argument DEVICE, if it is not the default."""
 
     name: str
     dockerfile: str
     wheels_for: tuple[str, ...] = ()
     is_loaded: bool = True
+    base: Base = PYTHON
+    device: str | None = None
 
     @property
     def archive(self) -> str:
@@ -51,9 +72,19 @@ RUNTIME = Image(
     ("runtime", "tracing", "object-storage"),
     is_loaded=False,
 )
+RUNTIME_FOR_CUDA = Image(
+    "localhost/megatron-inference/runtime:0.1.0-cuda",
+    "runtime/Dockerfile",
+    RUNTIME.wheels_for,
+    is_loaded=False,
+    base=PYTHON_WITH_COMPILER,
+    device="cuda",
+)
 SMOLLM2 = Image("localhost/megatron-inference/runtime-smollm2:0.1.0", "manifests/samples/smollm2.Dockerfile")
 PAUSE = Image("localhost/pause:1", "tests/cluster/node_support/pause.Dockerfile")
 ALL = (OPERATOR, RUNTIME, SMOLLM2, PAUSE)
+"""The images of the tests."""
+RELEASED = (OPERATOR, RUNTIME, RUNTIME_FOR_CUDA)
 
 
 def build(env: Mapping[str, str], say: Say, tools: NodeTools) -> Path:
@@ -70,17 +101,29 @@ def build(env: Mapping[str, str], say: Say, tools: NodeTools) -> Path:
     return built
 
 
-def export(image: Image, target: Path, env: Mapping[str, str], tools: NodeTools) -> None:
-    """Writes a built image to an archive for `docker load`. Raises ClusterSupportError."""
-    layers = _layers(cache_folder(env))
+def export(image: Image, target: Path, env: Mapping[str, str], tools: NodeTools) -> int:
+    """Writes an image to an archive for `docker load`; returns the bytes of the unpacked image. `build` has built those
+    of the tests; others are built first. Raises ClusterSupportError."""
+    with builder(image, env, tools) as made:
+        if image not in ALL:
+            made.make(image)
+        made.push(image, target)
+        return made.size(image)
+
+
+@contextmanager
+def builder(image: Image, env: Mapping[str, str], tools: NodeTools) -> Iterator["Builder"]:
+    """The builder of an image, with a temporary workspace."""
+    layers = _layers(cache_folder(env), image.device)
+    layers.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=layers.parent) as workspace:
-        _Build(Path(workspace), Progress(say_at_once), layers, tools).push(image, target)
+        yield Builder(Path(workspace), Progress(say_at_once), layers, tools)
 
 
-def _layers(cache: Path) -> Path:
-    """The storage of buildah for the current pins."""
+def _layers(cache: Path, device: str | None = None) -> Path:
+    """The storage of buildah for the current pins. `build` deletes storages that are not its own after OLD."""
     pins = _digest(iter((ROOT / "pyproject.toml", ROOT / "constraints.txt", Path(__file__))))
-    return cache / f"layers-{pins}"
+    return cache / "-".join(filter(None, ("layers", device, pins)))
 
 
 def sizes(folder: Path) -> dict[str, int]:
@@ -114,10 +157,12 @@ def _digest(files: Iterator[Path]) -> str:
 
 
 def _build(workspace: Path, progress: Progress, layers: Path, tools: NodeTools) -> Path:
-    return _Build(workspace, progress, layers, tools).run()
+    return Builder(workspace, progress, layers, tools).run()
 
 
-class _Build:
+class Builder:
+    """Buildah with one storage. Its methods raise ClusterSupportError."""
+
     def __init__(self, workspace: Path, progress: Progress, layers: Path, tools: NodeTools) -> None:
         self.progress = progress
         self.models = layers.parent / "models"
@@ -129,26 +174,31 @@ class _Build:
         self.storage = layers
 
     def run(self) -> Path:
-        self._make_base()
-        wheels = self._wheels()
+        """Builds the images of the tests."""
         sizes = {}
         for image in ALL:
-            self.progress(f"building {image.name}")
-            self._build_image(image, wheels)
-            sizes[image.name] = self._size(image)
+            self.make(image)
+            sizes[image.name] = self.size(image)
             if image.is_loaded:
                 self.push(image, self.made / image.archive)
         (self.made / "sizes.json").write_text(json.dumps(sizes, indent=1))
         return self.made
 
+    def make(self, image: Image) -> None:
+        """Builds an image, with its base and its wheels if they are missing."""
+        self._make_base(image.base)
+        wheels = self._wheels(image)
+        self.progress(f"building {image.name}")
+        self._build_image(image, wheels)
+
     def push(self, image: Image, target: Path) -> None:
         """Writes the archive of a built image."""
-        self._buildah("push", *self._policy, image.name, f"docker-archive:{target}:{image.name}")
+        self.buildah("push", *self._policy, image.name, f"docker-archive:{target}:{image.name}")
 
-    def _make_base(self) -> None:
-        if BASE in self._names():
+    def _make_base(self, base: Base) -> None:
+        if base.name in self._names():
             return
-        self.progress(f"making the base image from Debian's packages: {', '.join(BASE_PACKAGES)}")
+        self.progress(f"making the base image from Debian's packages: {', '.join(base.packages)}")
         tar = self.workspace / "base.tar"
         left_out = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in LEFT_OUT]
         archive = f"deb [signed-by={debian.KEYRING}] {debian.archive_uri()} {debian.SUITE} main"
@@ -158,28 +208,32 @@ class _Build:
         environment = {**self._environment, "TMPDIR": str(self.workspace), "SOURCE_DATE_EPOCH": "0"}
         # As in the official image, whose Dockerfile deletes them.
         uncompiled = '--customize-hook=find "$1" -name "*.pyc" -delete'
-        command = [*mmdebstrap, f"--include={','.join(BASE_PACKAGES)}", uncompiled, debian.SUITE, tar, archive]
+        command = [*mmdebstrap, f"--include={','.join(base.packages)}", uncompiled, debian.SUITE, tar, archive]
         run_guarded(_private(command), self.log, env=environment)
         (self.workspace / "base").mkdir()
         (self.workspace / "base/Dockerfile").write_text('FROM scratch\nADD base.tar /\nCMD ["python3"]\n')
         tar.rename(self.workspace / "base/base.tar")
-        self._buildah("bud", *self._policy, "--timestamp=0", f"--tag={BASE}", str(self.workspace / "base"))
+        self.buildah("bud", *self._policy, "--timestamp=0", f"--tag={base.name}", str(self.workspace / "base"))
 
-    def _wheels(self) -> Path:
-        """A folder with all wheels for pip."""
+    def _wheels(self, image: Image) -> Path:
+        """A folder with all wheels for pip, of this image or those of the tests."""
         folder = self.storage / "wheels"
         if not folder.exists():
             self.progress("downloading wheels")
             partial = self.workspace / "wheels"
-            extras = [extra for image in ALL for extra in image.wheels_for]
+            sharing = ALL if image in ALL else (image,)
             required = self.workspace / "required.txt"
-            requirements = [sys.executable, str(ROOT / "tools/requirements.py"), *extras]
-            run_guarded(["sh", "-c", '"$@" > "$0"', required, *requirements], self.log)
+            required.write_text("\n".join(requirements([extra for each in sharing for extra in each.wheels_for])))
             pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet"]
-            # pip prefers this wheel to the build with CUDA, because its local version is later.
-            run_guarded([sys.executable, str(ROOT / "tools/torch_for_cpu.py"), "--download", partial], self.log)
+            builds = ["hatchling>=1.25"]
+            if image.device == "cuda":
+                # Without a local version like +cpu, which pip would prefer.
+                builds.append(f"torch==={pinned_version((ROOT / 'constraints.txt').read_text())}")
+            else:
+                # pip prefers this wheel to the build with CUDA, because its local version is later.
+                run_guarded([sys.executable, str(ROOT / "tools/torch_for_cpu.py"), "--download", partial], self.log)
             pins = ["--find-links", partial, "--constraint", ROOT / "constraints.txt", "--requirement", required]
-            run_guarded([*pip, *pins, "--dest", partial, "hatchling>=1.25"], self.log)
+            run_guarded([*pip, *pins, "--dest", partial, *builds], self.log, on_wait=self.wait)
             partial.rename(folder)
         return folder
 
@@ -193,23 +247,29 @@ class _Build:
             folder.mkdir()
             shutil.copy(self.tools.program("busybox"), folder / "busybox")
         flags = ["--pull-never", "--format=docker", "--layers", "--timestamp=0", "--network=none", "--isolation=oci"]
-        self._buildah(
+        if image.base is not PYTHON:
+            flags.append(f"--build-arg=PYTHON_IMAGE={image.base.name}")
+        if image.device is not None:
+            flags.append(f"--build-arg=DEVICE={image.device}")
+        self.buildah(
             "bud", *self._policy, *flags, f"--runtime={self.tools.program('runc')}", *contexts,
             "--build-arg=PIP_NO_INDEX=1", f"--file={ROOT / image.dockerfile}", f"--tag={image.name}", str(folder),
         )  # fmt: skip
 
     def _names(self) -> set[str]:
-        listed = self._asked("images", "--format={{.Name}}:{{.Tag}}")
+        listed = self.asked("images", "--format={{.Name}}:{{.Tag}}")
         return set(listed.split())
 
-    def _size(self, image: Image) -> int:
-        (listed,) = json.loads(self._asked("images", "--json", image.name))
+    def size(self, image: Image) -> int:
+        """Bytes of an unpacked image."""
+        (listed,) = json.loads(self.asked("images", "--json", image.name))
         return _bytes(listed["size"])
 
-    def _asked(self, *words: str) -> str:
+    def asked(self, *words: str) -> str:
+        """What a command of buildah prints."""
         answer = self.workspace / "answer"
         answer.unlink(missing_ok=True)
-        self._buildah(*words, log=answer)
+        self.buildah(*words, log=answer)
         return answer.read_text()
 
     @property
@@ -232,14 +292,27 @@ class _Build:
             "XDG_RUNTIME_DIR": str(self.workspace),
         }
 
-    def _buildah(self, *words: str, log: Path | None = None) -> None:
+    def buildah(self, *words: str, log: Path | None = None) -> None:
+        """Runs a command of buildah."""
+        self.run_privately([*self.command, *words], log)
+
+    @property
+    def command(self) -> list[str | Path]:
+        """buildah with its storage."""
         storage = ["--storage-driver=overlay", f"--root={self.storage / 'root'}", f"--runroot={self.workspace / 'run'}"]
         self.storage.mkdir(exist_ok=True)
-        command = [self.tools.program("buildah"), *storage, *words]
-        run_guarded(_private(command), log or self.log, env=self._environment, on_wait=lambda: self.progress("  ..."))
+        return [self.tools.program("buildah"), *storage]
+
+    def run_privately(self, command: Sequence[str | Path], log: Path | None = None) -> None:
+        """Runs a command whose processes and mounts end with it."""
+        run_guarded(_private(command), log or self.log, env=self._environment, on_wait=self.wait)
+
+    def wait(self) -> None:
+        """Reports that a command still runs."""
+        self.progress("  ...")
 
 
-def _private(command: list[str | Path]) -> list[str | Path]:
+def _private(command: Sequence[str | Path]) -> list[str | Path]:
     """Runs it in namespaces, so that its processes and mounts end with it."""
     return ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--propagation=private", *command]
 

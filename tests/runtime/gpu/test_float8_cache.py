@@ -70,7 +70,7 @@ def test_the_engine_gives_the_tokens_of_rounded_keys_and_values(name: str, monke
     with monkeypatch.context() as rounding:
         rounding.setattr(
             "megatron_runtime.model.decoder.plan_attention",
-            lambda batch, cache: RoundedAttention(batch, cache.block_size_tokens),
+            lambda batch, cache, _: RoundedAttention(batch, cache.block_size_tokens),
         )
         expected = generate(small_engine(model), {}, lengths=lengths)
     assert expected != generate(small_engine(model), {}, lengths=lengths), "the rounding changes nothing here"

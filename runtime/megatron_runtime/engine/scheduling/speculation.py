@@ -28,9 +28,7 @@ def with_drafts(
     ]
 
 
-def _wanted(
-    slices: list[SequenceSlice], shares: RowShares, budget: int, block_size_tokens: int
-) -> list[SequenceSlice]:
+def _wanted(slices: list[SequenceSlice], shares: RowShares, budget: int, block_size_tokens: int) -> list[SequenceSlice]:
     drafted: list[SequenceSlice] = []
     for part in slices:
         sequence, length = part.sequence, part.sequence.draft_length
