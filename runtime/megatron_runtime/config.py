@@ -180,7 +180,8 @@ class InferenceConfig(UnavailableSettings):
     moe_enable_routing_replay: bool = False
     """Reports the experts of every token but the last one in ``routing_indices`` of each request."""
     static_kv_memory_pointers: bool = False
-    """Requires that the KV cache keeps its address during a suspension, which only PERSIST supports."""
+    """Requires that the KV cache keeps its address during a suspension. PERSIST keeps it, and so do the other modes on
+    a GPU with cuda-bindings, also without this setting; elsewhere they are an error."""
     sampling_backend: str = "torch"
     """"torch"; "flashinfer" logs a warning and is replaced by it."""
     logging_step_interval: int = 0
@@ -257,13 +258,6 @@ class InferenceConfig(UnavailableSettings):
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(f"{name}={getattr(self, name)!r} must be true or false", field=name)
-        if self.static_kv_memory_pointers and self.kv_cache_management_mode is not KVCacheManagementMode.PERSIST:
-            raise ConfigurationError(
-                "static_kv_memory_pointers=True: on suspend, kv_cache_management_mode="
-                f"{self.kv_cache_management_mode.value!r} releases the memory of the KV cache; only 'persist' keeps "
-                "its address",
-                field="static_kv_memory_pointers",
-            )
 
     def _check_metrics(self) -> None:
         if self.metrics_writer is None:

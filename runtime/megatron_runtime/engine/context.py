@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.block_tables import BlockTables
-from megatron_runtime.engine.context_limits import ContextLimits, check_drafts, config_within
+from megatron_runtime.engine.context_limits import ContextLimits, check_drafts, config_within, keeps_addresses
 from megatron_runtime.engine.flat_slices import FlatSlices
 from megatron_runtime.engine.packed_arrays import on_device
 from megatron_runtime.engine.routing_store import ExpertRouting
@@ -115,12 +115,15 @@ class DynamicInferenceContext:
             snapshots = StateSnapshots(self.limits.num_snapshots) if self.has_states else None
             prefixes = PrefixCache(inference_config.prefix_caching_eviction_policy, self.block_size_tokens, snapshots)
         self.allocator = BlockAllocator(self.limits.num_blocks, prefixes)
-        self.kv_cache: KVCache = self.limits.allocate(shard.cache_config, dtype, self.device)
+        keeps = keeps_addresses(inference_config, self.device)
+        self.kv_cache: KVCache = self.limits.allocate(shard.cache_config, dtype, self.device, keeps_addresses=keeps)
         draft = inference_config.speculative_draft_model
         self.draft_cache: KVCache | None = None
         """Keys and values of the draft model, for the same blocks."""
         if draft is not None:
-            self.draft_cache = self.limits.allocate(draft.shard.cache_config, draft.dtype, self.device)
+            self.draft_cache = self.limits.allocate(
+                draft.shard.cache_config, draft.dtype, self.device, keeps_addresses=keeps
+            )
         self.routing = ExpertRouting(model_config, shard, inference_config, self.limits.num_blocks)
         self._free_rows = list(range(self.limits.max_requests - 1, -1, -1))
         self.block_tables = BlockTables(

@@ -228,7 +228,7 @@ class DynamicInferenceEngine(RunningEngine):
         """Allocate the memory again; requests continue with the next step, with the same tokens.
 
         Raises:
-            CheckpointError: Released weights can't be read again; the engine stays suspended.
+            CheckpointError, EngineError: As `EngineMemory.restore`; the engine stays suspended.
         """
         if not self.is_suspended:
             return

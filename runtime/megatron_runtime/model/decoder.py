@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +32,9 @@ from megatron_runtime.model.routing_tape import RoutingTape
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.parallel.single_rank import SingleRank
+
+if TYPE_CHECKING:
+    from megatron_runtime.model.weight_places import WeightPlaces
 
 
 class Decoder(nn.Module):
@@ -71,6 +76,8 @@ class Decoder(nn.Module):
         self.origin: Origin | None = None
         """The files of the weights; None for weights that were created in memory."""
         self.positions = Positions(config, dtype, device)
+        self.places: WeightPlaces | None = None
+        """Where the weights are on their GPU, and return to after a suspension; None if they may move."""
         self.adapters: AdapterSlots | None = None
         """The adapters of this decoder; `use_adapters` creates them."""
 
