@@ -8,7 +8,6 @@ from email.message import Message
 from functools import lru_cache
 from typing import Any, ClassVar, get_type_hints
 
-import numpy as np
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
@@ -138,6 +137,8 @@ def _containers(raw: bytes) -> int:
     """The number of objects and lists, outside of texts if there are many."""
     if (count := raw.count(b"{") + raw.count(b"[")) <= MAX_CONTAINERS:
         return count
+    import numpy as np  # rarely used, and a tenth of the time in which a frontend starts
+
     # Behind this, each quotation mark begins or ends a text.
     body = np.frombuffer(raw.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     count, in_text = 0, np.False_

@@ -63,7 +63,7 @@ def assert_same_logits(path: Path, model: Any, paged_requests: Any) -> None:
         ("Llama", {"tie_word_embeddings": True}),
         ("Llama", {"attention_bias": True, "mlp_bias": True}),
         ("Qwen2", {}),
-        ("Qwen3", {"head_dim": 32}),
+        ("Qwen3", {"head_dim": 64}),
         ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3}),
         ("Qwen3Moe", WHOLE_EXPERTS),
         ("Gemma", {}),

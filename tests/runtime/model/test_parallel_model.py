@@ -44,12 +44,12 @@ GLM_4_5 = NARROW | {
     "use_qk_norm": True,
 }
 LATENT = {
-    "kv_lora_rank": 24,
+    "kv_lora_rank": 16,
     "q_lora_rank": 20,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
     "v_head_dim": 6,
-    "head_dim": 4,
+    "head_dim": 8,
     "num_key_value_heads": 8,
     "first_k_dense_replace": 1,
 }

@@ -35,9 +35,9 @@ GLM_4_5 = {
     "routed_scaling_factor": 1.5,
 }
 DEEPSEEK_V2 = {
-    "kv_lora_rank": 32,
+    "kv_lora_rank": 16,
     "q_lora_rank": 24,
-    "qk_nope_head_dim": 16,
+    "qk_nope_head_dim": 20,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
     "num_key_value_heads": 6,

@@ -1,4 +1,4 @@
-"""The ranks of a replica group as processes, forked from one that has imported torch."""
+"""The ranks of a replica group as processes, forked from one that has imported what they use."""
 
 from __future__ import annotations
 
@@ -25,10 +25,16 @@ _context.set_forkserver_preload(
     [
         "torch",
         "megatron_runtime.apis",
+        "megatron_runtime.guides",
         "megatron_runtime.model.checkpoint",
+        "megatron_runtime.model.formats.quantization.quantization_config",
         "megatron_runtime.model.kernels.cpu_attention",
         "megatron_runtime.model.kernels.row_kernels",
+        "runtime_support.group_scenarios",
+        "runtime_support.model_scenarios",
+        "runtime_support.world_scenarios",
         "runtime_support.loaded_compiler",
+        "runtime_support.frozen_objects",
     ]
 )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -27,9 +26,16 @@ TOKEN = "control-token-of-the-tests"
 KEY = "coordinator-key-of-the-tests-0123456789"
 MODEL = "chat"
 READY_SECONDS = 90.0
+SHORTEST_POLL, LONGEST_POLL = 0.03, 0.3
+"""Seconds between two questions for a state that has not changed."""
 TINY_FLAGS = ("--dtype", "float32", "--kv-cache-memory", "32Mi")
 
 Answer = TypeVar("Answer")
+
+
+def _client(**options: Any) -> httpx.Client:
+    # Reading the certificates of authorities, which http does not need, takes 20 ms of each client.
+    return httpx.Client(timeout=60, trust_env=False, verify=False, **options)
 
 
 class Pod:
@@ -64,23 +70,15 @@ class Pod:
                 stderr=log,
                 start_new_session=True,
             )
-        self.control = httpx.Client(
-            base_url=f"http://{self.host}:9000",
-            headers={"Authorization": f"Bearer {TOKEN}"},
-            timeout=60,
-            trust_env=False,
-        )
-        self.http = httpx.Client(base_url=f"http://{self.host}:8000", timeout=60, trust_env=False)
+        self.control = _client(base_url=f"http://{self.host}:9000", headers={"Authorization": f"Bearer {TOKEN}"})
+        self.http = _client(base_url=f"http://{self.host}:8000")
         self.openai = OpenAI(
-            base_url=f"http://{self.host}:8000/v1",
-            api_key="none",
-            max_retries=0,
-            http_client=httpx.Client(timeout=60, trust_env=False),
+            base_url=f"http://{self.host}:8000/v1", api_key="none", max_retries=0, http_client=_client()
         )
 
-    def state(self) -> dict[str, Any]:
+    def state(self, **query: float) -> dict[str, Any]:
         """The state that the control API reports."""
-        body: dict[str, Any] = self.control.get("/v1/state").json()
+        body: dict[str, Any] = self.control.get("/v1/state", params=query).json()
         return body
 
     def post(self, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
@@ -92,15 +90,25 @@ class Pod:
         return self.control.post(f"/v1/{name}", params={"wait": "true", "timeout": 30})
 
     def wait_for(self, what: Callable[[dict[str, Any]], bool], seconds: float = READY_SECONDS) -> dict[str, Any]:
-        """Waits for a state that fulfils the condition, and returns it."""
+        """Waits for a state that fulfils the condition, and returns it.
+
+        A change of the state's revision is seen at once; everything else that the condition may ask for, and loads of
+        replica groups, after ``LONGEST_POLL`` at the latest.
+        """
         deadline = time.monotonic() + seconds
+        query: dict[str, float] = {}
+        poll = SHORTEST_POLL
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise AssertionError(f"the launcher ended with {self.process.returncode}:\n{self.words()}")
-            with contextlib.suppress(httpx.TransportError):
-                if what(state := self.state()):
+            try:
+                if what(state := self.state(**query)):
                     return state
-            time.sleep(0.05)
+                query = {"after": state["revision"], "timeout": poll}
+            except httpx.TransportError:
+                query = {}
+                time.sleep(poll)
+            poll = min(1.5 * poll, LONGEST_POLL)
         raise AssertionError(f"not within {seconds} s; end of the log:\n{self.words()}")
 
     def begin(self, pool: Executor, requests: Sequence[Callable[[], Answer]]) -> list[Future[Answer]]:

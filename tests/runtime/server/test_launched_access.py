@@ -1,15 +1,17 @@
-"""Who may use a standalone server: keys, a certificate, and the token of the control API."""
+"""Who may use a server: keys, a certificate, and the token of the control API."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -82,3 +84,56 @@ def test_the_control_api_requires_the_token_that_is_printed_once(server: Server)
         assert client.post("/v1/pause", headers={**authorized, "Origin": server.url}).status_code == 403
         assert client.post("/v1/pause", headers=authorized).status_code == 202
         assert client.get("/healthz").status_code == 200
+
+
+@pytest.fixture(scope="module")
+def keyed_pod(
+    pod_type: type[Any], tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Any, Path]]:
+    """A pod whose API keys are in a file, and the file; each test writes its keys."""
+    folder = tmp_path_factory.mktemp("keyed")
+    keys = folder / "keys"
+    keys.write_text("no-key-of-a-test\n")
+    pod = pod_type(folder, "--model", str(tiny_checkpoint), *FLAGS, MEGATRON_API_KEYS_FILE=str(keys))
+    try:
+        yield pod.wait_ready(), keys
+    finally:
+        pod.end()
+
+
+def write_keys(keys: Path, text: str) -> None:
+    time.sleep(0.01)  # so that the file's modification time changes
+    keys.write_text(text)
+
+
+def status(pod: Any, key: str) -> int:
+    """The status of a request with the key."""
+    return int(pod.http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code)
+
+
+def test_api_keys_from_a_file_are_required_and_reloaded(keyed_pod: tuple[Any, Path]) -> None:
+    pod, keys = keyed_pod
+    write_keys(keys, "# people\nfirst-key\n")
+    refused = pod.http.get("/v1/models")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert (status(pod, "first-key"), status(pod, "second-key")) == (200, 401)
+    write_keys(keys, "second-key\n")
+    assert (status(pod, "first-key"), status(pod, "second-key")) == (401, 200)
+    assert pod.http.get("/health").status_code == 200
+
+
+def test_a_frontend_killed_while_the_key_file_is_missing_restarts_when_it_exists(
+    keyed_pod: tuple[Any, Path], tmp_path: Path
+) -> None:
+    pod, keys = keyed_pod
+    write_keys(keys, "the-key\n")
+    assert status(pod, "the-key") == 200
+    restarts = pod.state()["restarts"]
+    keys.rename(tmp_path / "away")
+    assert status(pod, "the-key") == 200
+    os.kill(pod.child("server.frontend"), signal.SIGKILL)
+    pod.wait_for(lambda state: state["restarts"] >= restarts + 2)
+    assert f"{keys}: can't be read" in pod.words()
+    (tmp_path / "away").rename(keys)
+    pod.wait_ready()
+    assert status(pod, "the-key") == 200

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runtime_support.one_rank import answer_of_one_rank
 from runtime_support.processes import is_alive
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 
@@ -77,9 +78,9 @@ def last_words(pod: Any) -> dict[str, Any]:
 
 
 def test_pods_that_share_a_model_are_ready_together_and_answer_as_one(
-    start_pod: Callable[..., Any], start_group: Callable[..., Any], checkpoint: Path
+    start_group: Callable[..., Any], checkpoint: Path
 ) -> None:
-    whole = ask(start_pod("--model", str(checkpoint), *FLAGS).wait_ready())
+    whole = answer_of_one_rank(checkpoint, PROMPT, 40)
     first, second = start_group("--tensor-parallel", "2", "--pipeline-parallel", "2", "--ranks-per-pod", "3")
     first.wait_ready()
     second.wait_ready()

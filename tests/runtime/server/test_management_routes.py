@@ -81,18 +81,6 @@ def test_endpoint_pickers_need_no_key_for_the_load_alone(
     assert pod.http.get("/load", headers=KEY).json() == {"server_load": 0}
 
 
-def test_metrics_need_a_key_unless_endpoint_pickers_are_excepted(
-    start_pod: Callable[..., Any], tiny_checkpoint: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "keys").write_text("first-key")
-    environment = {"MEGATRON_API_KEYS_FILE": str(tmp_path / "keys")}
-    pod = start_pod("--model", str(tiny_checkpoint), *FLAGS, **environment).wait_ready()
-    assert pod.http.get("/metrics").status_code == pod.http.get("/load").status_code == 401
-    text = pod.http.get("/metrics", headers=KEY).text
-    assert "megatron_requests_running" in text
-    assert "vllm:num_requests_waiting" in text
-
-
 @pytest.mark.parametrize(("method", "path"), PROTECTED)
 def test_control_needs_the_control_token(shared_pod: Any, method: str, path: str) -> None:
     assert shared_pod.http.request(method, path).status_code == 401

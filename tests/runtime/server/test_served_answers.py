@@ -215,6 +215,17 @@ def test_metrics_count_the_served_requests(shared_pod: Any) -> None:
     assert "megatron_request_duration_seconds_bucket" in text
 
 
+def test_the_api_describes_itself_with_examples_that_work(shared_pod: Any) -> None:
+    described = shared_pod.http.get("/openapi.json").json()
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"} <= set(described["paths"])
+    for path, methods in described["paths"].items():
+        for operation in methods.values():
+            assert "422" not in operation["responses"]
+            example = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("example")
+            if example is not None:
+                assert shared_pod.http.post(path, json={**example, "model": "chat"}).status_code == 200
+
+
 def test_frontends_and_launcher_do_not_import_torch(shared_pod: Any) -> None:
     for word in ("server.frontend", "coordinator_process"):
         assert "libtorch" not in Path(f"/proc/{shared_pod.child(word)}/maps").read_text()

@@ -101,10 +101,3 @@ def test_no_other_files_are_served_below_the_page(pod: Any, path: str) -> None:
     answer = pod.http.get(path)
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "not_found"
-
-
-def test_the_page_can_be_disabled(start_pod: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
-    model = write_tiny_checkpoint(tmp_path_factory.mktemp("model"))
-    pod = start_pod("--model", str(model), "--kv-cache-memory", "16Mi", "--frontend-replicas", "1", "--no-page")
-    pod.wait_ready()
-    assert [pod.http.get(path).status_code for path in ("/", "/page/main.js", "/status")] == [404, 404, 200]

@@ -125,8 +125,10 @@ def test_a_chat_continues_and_echoes_its_last_message(tiny_pod: Any, stream: boo
 
 def test_an_answer_has_the_id_of_its_request(tiny_pod: Any) -> None:
     assert complete(tiny_pod, request_id="job-7")["id"] == "cmpl-job-7"
-    refused = tiny_pod.post("/v1/completions", {"prompt": "a", "request_id": "no spaces"})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "request_id")
+    for name in ("no spaces", "", "a" * 129):
+        refused = tiny_pod.post("/v1/completions", {"prompt": "a", "request_id": name})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "request_id")
+    assert complete(tiny_pod, request_id="a" * 128)["id"] == f"cmpl-{'a' * 128}"
 
 
 def test_a_chat_template_of_a_request_is_refused_with_the_flag(tiny_pod: Any) -> None:

@@ -8,8 +8,8 @@ from pydantic import BaseModel, Field
 
 from megatron_runtime.server.bodies.only import Only
 
-_LONGEST_REQUEST_ID = 128
-RequestId = Annotated[str, Field(pattern=rf"^[\w.:-]{{1,{_LONGEST_REQUEST_ID}}}$")]
+# The length apart from the pattern: a counted repetition of \w takes 50 ms to compile at the start of each frontend.
+RequestId = Annotated[str, Field(pattern=r"^[\w.:-]+$", max_length=128)]
 
 
 class VllmFields(BaseModel):
