@@ -139,6 +139,8 @@ class ObservedPod:
     """Whether its launcher reports that its engine is registered with a coordinator."""
     cached_source: str | None = None
     """Hash of the source that it reads from the model cache; None without one."""
+    workload: str | None = None
+    """Kueue's Workload that keeps the pod until its group has ended; None for a pod that Kueue does not manage."""
     unreachable_since: float | None = None
     """Since when its launcher has not answered. Its creation time before it has an address; None while it answers."""
 
@@ -218,7 +220,7 @@ class ApplyChild:
 
 @dataclass(frozen=True)
 class DeleteChild:
-    """Delete a child other than a pod. A missing child is success."""
+    """Delete a child other than a pod, or Kueue's Workload of pods. A missing one is success."""
 
     kind: str
     name: str

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from megatron_operator import names
+from megatron_operator import kueue, names
 from megatron_operator.api.parse import FieldError, InvalidResource, parse_resource
 from megatron_operator.api.v1alpha1 import ComputeResources, ConditionType, MegatronInference, MegatronInferenceStatus
 from megatron_operator.downloads import DownloadPhase
@@ -24,6 +24,7 @@ from megatron_operator.observed_state import (
     ClusterAdapter,
     CreatePod,
     CreateSecret,
+    DeleteChild,
     KindMissing,
     NamespaceTerminating,
     ObservedState,
@@ -224,7 +225,8 @@ async def _carry_out(resource: MegatronInference, planned: Plan, adapter: Cluste
             continue
         try:
             await adapter.apply(resource.name, resource.namespace, action)
-            done = True
+            # Kueue follows in its own time, and events of the pods report it.
+            done = done or not (isinstance(action, DeleteChild) and action.kind == kueue.WORKLOAD)
         except SignalRefused:
             done = True  # The engine changed its state after the observation; the next round decides anew.
         except NamespaceTerminating:

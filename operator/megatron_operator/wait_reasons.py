@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_operator.api.v1alpha1 import CachePhase
@@ -33,7 +34,8 @@ def wait_reason(view: ReplicaGroupView, inputs: StatusInputs) -> WaitReason:
             return WaitReason("Pending", f"replica group {index}: its pods are being created")
         case ReplicaGroupState.LEAVING:
             pods = ", ".join(pod.name for pod in view.group.pods)
-            return WaitReason("Replacing", f"replica group {index}: waiting for {pods} to end before the next attempt")
+            words = f"replica group {index}: waiting for {pods} to end before the next attempt{_cause(view.group.pods)}"
+            return WaitReason("Replacing", words)
         case ReplicaGroupState.FAILED:
             return _after_failure(view, inputs)
         case _:
@@ -74,6 +76,12 @@ def _of_failure(failed: ReplicaGroupFailure) -> str:
     rank = "" if failure.rank is None else f" rank {failure.rank}"
     code = "" if failure.exit_code is None else f" (exit code {failure.exit_code})"
     return f"{failed.pod}{rank}: {failure.reason}{code}: {failure.message}"
+
+
+def _cause(pods: Iterable[ObservedPod]) -> str:
+    """Why the cluster ends the pods; empty when it does not, or does not say."""
+    causes = [pod.disruption for pod in pods if pod.disruption is not None]
+    return f"; {causes[0].reason}: {causes[0].message}" if causes else ""
 
 
 def _after_failure(view: ReplicaGroupView, inputs: StatusInputs) -> WaitReason:

@@ -163,8 +163,8 @@ class InferenceConfig(UnavailableSettings):
     num_speculative_tokens: int = 0
     """Maximum number of tokens that a pass verifies for a request besides its next one: those that followed the last
     occurrence of its latest tokens, or those of ``speculative_draft_model``, instead of the drafts of Megatron's
-    prediction heads. They change no token. Requests with log probabilities or a limit of their reasoning have none.
-    0: no speculation."""
+    prediction heads. They change no token, and are fewer where they cost more time than they save. Requests with log
+    probabilities or a limit of their reasoning have none. 0: no speculation."""
     speculative_draft_model: Any = field(default=None, repr=False)
     """A small model from `load_model`, with the vocabulary of the served one, whole on each rank, which drafts these
     tokens. Its keys and values are in the blocks of the KV cache and count in its size."""
@@ -180,7 +180,8 @@ class InferenceConfig(UnavailableSettings):
     moe_enable_routing_replay: bool = False
     """Reports the experts of every token but the last one in ``routing_indices`` of each request."""
     static_kv_memory_pointers: bool = False
-    """Requires that the KV cache keeps its address during a suspension, which only PERSIST supports."""
+    """Requires that the KV cache keeps its address during a suspension. PERSIST keeps it, and so do the other modes on
+    a GPU with cuda-bindings, also without this setting; elsewhere they are an error."""
     sampling_backend: str = "torch"
     """"torch"; "flashinfer" logs a warning and is replaced by it."""
     logging_step_interval: int = 0
@@ -257,13 +258,6 @@ class InferenceConfig(UnavailableSettings):
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigurationError(f"{name}={getattr(self, name)!r} must be true or false", field=name)
-        if self.static_kv_memory_pointers and self.kv_cache_management_mode is not KVCacheManagementMode.PERSIST:
-            raise ConfigurationError(
-                "static_kv_memory_pointers=True: on suspend, kv_cache_management_mode="
-                f"{self.kv_cache_management_mode.value!r} releases the memory of the KV cache; only 'persist' keeps "
-                "its address",
-                field="static_kv_memory_pointers",
-            )
 
     def _check_metrics(self) -> None:
         if self.metrics_writer is None:

@@ -9,6 +9,7 @@ BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Instructions for bfloat16 matrix products, by the kernel's names on x86 and Arm."""
 TILES = frozenset({"amx_tile"})
 """Matrix products by tiles (Intel AMX)."""
+BFLOAT16_TILES = frozenset({"amx_bf16"})
 _CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -22,6 +23,12 @@ def has_bfloat16() -> bool:
 def has_tiles() -> bool:
     """Whether bfloat16 or float16 matrix products may use tiles."""
     return reports_any(TILES, _CPUINFO)
+
+
+@cache
+def has_bfloat16_tiles() -> bool:
+    """Whether tiles multiply bfloat16."""
+    return reports_any(BFLOAT16_TILES, _CPUINFO)
 
 
 def reports_any(features: frozenset[str], cpuinfo: Path) -> bool:

@@ -93,6 +93,7 @@ def _build_engine(link: ParentLink, options: RankOptions, plan: RankPlan) -> Dyn
     from megatron_runtime.launch.draft_model import load_draft_model
     from megatron_runtime.model.checkpoint import load_model
     from megatron_runtime.model.device_memory import naming_device_memory
+    from megatron_runtime.model.refit import keep_places
     from megatron_runtime.model.tokenizer import load_tokenizer
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -120,6 +121,9 @@ def _build_engine(link: ParentLink, options: RankOptions, plan: RankPlan) -> Dyn
                 options.engine, tokenizer.result(), device=device, max_sequence_length=plan.max_sequence_length
             )
     config = replace(_inference_config(options.engine, plan), speculative_draft_model=draft)
+    if config.offload_weights:
+        for each in filter(None, (model, draft)):
+            keep_places(each, device)  # While there is much memory: the KV cache gets nearly all of the rest.
     # Measured, or chosen by the launchers of several pods, so it may differ between the ranks.
     cache = plan.kv_cache_bytes or _measured_kv_cache(model, tokenizer.result(), config)
     config = replace(config, kv_cache_memory_bytes=ranks.least(cache))

@@ -9,9 +9,9 @@ from chart_support.release import NAME, Release
 from cluster_support import audit
 from cluster_support.audit import Request, Right
 from cluster_support.control_plane import ControlPlane
-from operator_support import gang_api, gateway_api, inference_extension
+from operator_support import gang_api, gateway_api, inference_extension, kueue
 from operator_support.api import Api
-from operator_support.resource import Resource
+from operator_support.resource import Resource, reason
 from operator_support.scripted_node import ScriptedNode
 
 from megatron_operator import names
@@ -108,10 +108,22 @@ async def run_model_cache(cluster: ControlPlane) -> None:
         await model.kubectl("delete", "mi", "chat")
 
 
+async def run_queue(cluster: ControlPlane) -> None:
+    """Stops a resource that waits in a queue."""
+    model = Resource(cluster, cluster.make_namespace())
+    async with Api(cluster.kubeconfig) as api, kueue.Kueue(api, model.namespace) as queue:
+        await model.create(scheduling={"queueName": queue.name})
+        await model.until(lambda status: reason(status) == "SchedulingGated", "the queue")
+        await model.patch({"lifecycle": "Stopped"})
+        await model.until_pods()
+        await model.kubectl("delete", "mi", "chat")
+
+
 async def record(release: Release, control_plane: ControlPlane) -> list[Request]:
     release.install()
     gateway_api.install(control_plane)
     inference_extension.install(control_plane)
+    kueue.install(control_plane)
     for kind in BEFORE_1_36:
         gang_api.install(control_plane, kind)
     chat = Resource(control_plane, control_plane.make_namespace())
@@ -122,6 +134,7 @@ async def record(release: Release, control_plane: ControlPlane) -> list[Request]
                 await run_lifecycle(chat, node)
             await asyncio.gather(*(run_gang(control_plane, gang, kind) for kind, gang in BEFORE_1_36.items()))
             await run_model_cache(control_plane)
+            await run_queue(control_plane)
         gang_api.install(control_plane, names.POD_GROUP)
         release.upgrade("--set=networkPolicy.enabled=false")
         with release.operator():

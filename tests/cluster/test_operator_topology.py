@@ -1,4 +1,4 @@
-"""Placement of the pods of a group by the real scheduler, and resource claims on an API server without them."""
+"""Placement of pods by the real scheduler: a group in one rack, and pods with resource claims."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -10,9 +10,12 @@ from cluster_support.cluster import Cluster
 from cluster_support.control_plane import ControlPlane
 from operator_support.api import Api, Json
 from operator_support.resource import Resource, condition, manifest
+from suite_support.kubernetes_schemas import check
 
 from megatron_operator.api.parse import parse_resource
+from megatron_operator.kubernetes.pod_status import observed_pod
 from megatron_operator.names import PodIdentity
+from megatron_operator.observed_state import Failure
 from megatron_operator.render import render_pod
 from megatron_operator.settings import Settings
 
@@ -90,6 +93,71 @@ async def test_the_scheduler_places_a_group_in_one_rack_whichever_pod_comes_firs
         assert nodes[first] == nodes[second]
         for node in nodes:
             await api.delete(f"/api/v1/nodes/{node}")
+
+
+DRA, DRIVER = "/apis/resource.k8s.io/v1", "gpu.tests"
+
+
+def dra_object(kind: str, name: str, spec: Json) -> Json:
+    return {"apiVersion": "resource.k8s.io/v1", "kind": kind, "metadata": {"name": name}, "spec": spec}
+
+
+def one_gpu(node: str) -> dict[str, Json]:
+    """What an administrator and a driver publish for a node with one device, by plural, and a template for it."""
+    selector = {"cel": {"expression": f"device.driver == '{DRIVER}'"}}
+    pool = {"name": node, "generation": 1, "resourceSliceCount": 1}
+    devices = {"driver": DRIVER, "nodeName": node, "pool": pool, "devices": [{"name": "gpu-0"}]}
+    asked = {"devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": DRIVER}}]}}
+    return {
+        "deviceclasses": dra_object("DeviceClass", DRIVER, {"selectors": [selector]}),
+        "resourceslices": dra_object("ResourceSlice", node, devices),
+        "resourceclaimtemplates": dra_object("ResourceClaimTemplate", "one-gpu", {"spec": asked}),
+    }
+
+
+def test_the_objects_of_the_driver_and_the_pod_match_the_schemas() -> None:
+    for obj in (*one_gpu("n1").values(), claiming_pod("default", 0)):
+        check(obj, [f"1.{minor}" for minor in range(34, 38)])
+
+
+def claiming_pod(namespace: str, group: int) -> Json:
+    pods = {"device": "cuda", "gpuAllocation": "ResourceClaims", "resourceClaims": CLAIMS}
+    obj = manifest(pods={**pods, "resources": {"requests": {"cpu": "100m"}}}, replicas=2)
+    obj["metadata"] |= {"namespace": namespace, "uid": "u"}
+    pod: dict[str, Any] = render_pod(parse_resource(obj), replace(FIRST, group=group), Settings())
+    del pod["metadata"]["ownerReferences"]
+    return pod
+
+
+async def test_the_scheduler_allocates_a_device_to_one_pod_and_then_to_the_next(scheduled: ControlPlane) -> None:
+    if scheduled.read(DRA) is None:
+        pytest.skip(f"{scheduled.description} has no resource claims")
+    namespace = scheduled.make_namespace()
+    node, pods = f"gpus-{namespace}", f"/api/v1/namespaces/{namespace}/pods"
+    async with Api(scheduled.kubeconfig) as api:
+        await add_node(api, node, "a")
+        objects = one_gpu(node)
+        templates = f"namespaces/{namespace}/resourceclaimtemplates"
+        await api.post(f"{DRA}/{templates}", objects.pop("resourceclaimtemplates"))
+        for plural, obj in objects.items():
+            await api.post(f"{DRA}/{plural}", obj)
+        await api.post(pods, claiming_pod(namespace, 0))
+        assert await node_of(api, namespace, "chat-0-0-0") == node
+        (claim,) = await api.items(f"{DRA}/namespaces/{namespace}/resourceclaims")
+        assert [each["device"] for each in claim["status"]["allocation"]["devices"]["results"]] == ["gpu-0"]
+        await api.post(pods, claiming_pod(namespace, 1))
+        while "cannot allocate" not in str(waiting := await waiting_for(api, f"{pods}/chat-1-0-0")):
+            assert waiting is None or waiting.reason == "Unschedulable"
+            await asyncio.sleep(0.1)
+        await api.delete(f"{pods}/chat-0-0-0", gracePeriodSeconds=0)
+        assert await node_of(api, namespace, "chat-1-0-0") == node
+
+
+async def waiting_for(api: Api, pod: str) -> Failure | None:
+    """What the operator reads from the pod."""
+    observed = observed_pod(await api.get(pod))
+    assert observed is not None
+    return observed.waiting
 
 
 @pytest.mark.usefixtures("node")

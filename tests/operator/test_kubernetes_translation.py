@@ -178,6 +178,32 @@ def test_a_gated_pod_reports_its_scheduling_gate() -> None:
     assert observed.waiting == Failure("SchedulingGated", "held back by kueue.x-k8s.io/admission")
 
 
+GPUS = {"name": "gpus", "resourceClaimTemplateName": "two-gpus"}
+FABRIC = {"name": "network", "resourceClaimName": "fabric"}
+MADE = {"resourceClaimStatuses": [{"name": "gpus", "resourceClaimName": "chat-0-0-0-gpus-x7k2p"}]}
+NO_DEVICE = "0/1 nodes are available: 1 cannot allocate all claims."
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        ({}, "waits for ResourceClaimTemplate two-gpus; check that the namespace has it"),
+        (MADE, "waits for ResourceClaim fabric; check that the namespace has it"),
+        (
+            {**MADE, "conditions": [{"type": "PodScheduled", "status": "False", "message": NO_DEVICE}]},
+            NO_DEVICE,
+        ),
+        ({**MADE, "conditions": [{"type": "PodScheduled", "status": "True"}]}, None),
+    ],
+)
+def test_a_pod_waits_for_its_resource_claims_and_for_their_devices(status: dict[str, Any], words: str | None) -> None:
+    claiming = pod({"phase": "Pending", **status})
+    claiming["spec"] = {"resourceClaims": [GPUS, FABRIC]}
+    observed = observed_pod(claiming)
+    assert observed is not None
+    assert observed.waiting == (None if words is None else Failure("Unschedulable", words))
+
+
 def test_an_image_volume_that_can_not_be_pulled_is_named() -> None:
     words = 'Back-off pulling image "registry/model:1"'
     waiting = {"reason": "ImagePullBackOff", "message": words}

@@ -111,12 +111,6 @@ def test_every_unsupported_setting_is_refused_except_its_neutral_value() -> None
     assert InferenceConfig(**{name: getattr(defaults, name) for name in names}) == defaults
 
 
-def test_only_a_persistent_kv_cache_keeps_its_address() -> None:
-    InferenceConfig(static_kv_memory_pointers=True)
-    with pytest.raises(ConfigurationError, match=r"static_kv_memory_pointers=True.*'offload'.*'persist'"):
-        InferenceConfig(static_kv_memory_pointers=True, kv_cache_management_mode="offload")  # type: ignore[arg-type]
-
-
 def test_another_sampling_backend_falls_back_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="sampling_backend='flashinfer' is not available; using 'torch'"):
         assert InferenceConfig(sampling_backend="flashinfer").sampling_backend == "torch"

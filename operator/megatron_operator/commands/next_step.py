@@ -22,6 +22,7 @@ _BY_PHASE = {
 _BY_REASON = {
     "Unschedulable": "add nodes that fit, or request less (spec.parallelism, spec.pods); "
     "`{program} doctor` shows the nodes' GPUs",
+    "SchedulingGated": "free quota of the queue named above, or wait until it has some",
     "ImagePull": "correct spec.image, or add imagePullSecrets for the registry to the ServiceAccount",
     "BackOff": "{program} logs {name}   shows the logs of the attempt; the next one starts by itself",
     GROUP_FAILED: "{program} logs {name}   shows the logs; the next attempt starts by itself",

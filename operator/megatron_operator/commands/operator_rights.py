@@ -47,6 +47,7 @@ RULES = (
     ("inference.networking.k8s.io", "inferencepools", ("get", "list", "watch", "create", "patch", "delete")),
     *((group, "podgroups", GANG_VERBS) for group in GANG_GROUPS),
     ("scheduling.k8s.io", "workloads", GANG_VERBS),
+    ("kueue.x-k8s.io", "workloads", ("delete",)),
     ("events.k8s.io", "events", ("create",)),
 )
 """Rights in each watched namespace."""

@@ -11,13 +11,14 @@ from typing import Any
 
 import httpx
 
-from megatron_operator import names
+from megatron_operator import kueue, names
 from megatron_operator.api.v1alpha1 import Cache
 from megatron_operator.control_client import ControlClient, PodReport
 from megatron_operator.kubernetes.api_server import ApiServer, ServerError, ServerRefusal
 from megatron_operator.kubernetes.disruptions import Disruptions
 from megatron_operator.kubernetes.gang_kinds import GangKinds
 from megatron_operator.kubernetes.image_volumes import ImageVolumes
+from megatron_operator.kubernetes.kueue_workloads import delete_workload
 from megatron_operator.kubernetes.missing_kinds import MissingKinds, Wake
 from megatron_operator.kubernetes.model_caches import ModelCaches, observed_downloads
 from megatron_operator.kubernetes.pod_status import observed_pod
@@ -203,6 +204,8 @@ class KubernetesAdapter:
         match action:
             case ApplyChild(manifest):
                 await self._apply_child(manifest)
+            case DeleteChild(kueue.WORKLOAD, workload):
+                await delete_workload(self._api, namespace, workload)
             case DeleteChild(kind, child):
                 await self._delete_child(kind, namespace, child)
             case CreateSecret(manifest, random_keys):

@@ -15,7 +15,7 @@ import aiohttp
 import yaml
 from kubernetes.aio import client, config
 
-from megatron_operator import names
+from megatron_operator import kueue, names
 from megatron_operator.api.v1alpha1 import GROUP, PLURAL, VERSION
 from megatron_operator.observed_state import ActionRefused, AdapterError, NamespaceTerminating
 
@@ -52,6 +52,7 @@ PATHS = {
     "Secret": ("/api/v1", "secrets"),
     "Service": ("/api/v1", "services"),
     names.WORKLOAD: ("/apis/scheduling.k8s.io/v1alpha1", "workloads"),
+    **{kind: (f"/apis/{version}", "workloads") for kind, version in kueue.WORKLOADS.items()},
 }
 """The kinds that the operator uses, with their API paths."""
 
@@ -215,12 +216,12 @@ class ApiServer:
         found = await self.get(obj["kind"], metadata["namespace"], metadata["name"])
         return found is not None and found["metadata"]["uid"] == metadata["uid"]
 
-    async def delete(self, kind: str, namespace: str, name: str, *, uid: str, grace_seconds: int) -> None:
-        """Delete this object. One that is gone or replaced is success."""
+    async def delete(self, kind: str, namespace: str, name: str, *, uid: str | None, grace_seconds: int) -> None:
+        """Delete this object, or without a ``uid`` any of this name. One that is gone or replaced is success."""
         options: Json = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
-            "preconditions": {"uid": uid},
+            "preconditions": {} if uid is None else {"uid": uid},
             "propagationPolicy": "Background",
             "gracePeriodSeconds": grace_seconds,
         }

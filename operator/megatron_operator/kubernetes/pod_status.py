@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_operator import names
+from megatron_operator import kueue, names
 from megatron_operator.failures import read_failure
 from megatron_operator.observed_state import Failure, ObservedPod, PodPhase
 from megatron_operator.replica_groups import SCHEDULING_GATED, UNSCHEDULABLE
@@ -62,7 +62,8 @@ def observed_pod(pod: Object) -> ObservedPod | None:
         finished_at=_finished_at(status) if phase in (PodPhase.FAILED, PodPhase.SUCCEEDED) else None,
         # The API server sets this to the time by which the object should be gone, including the grace period.
         deletion_deadline=_time(deletion),
-        waiting=_waiting(spec, status) if phase is PodPhase.PENDING else None,
+        workload=_workload(metadata),
+        waiting=_waiting(pod) if phase is PodPhase.PENDING else None,
         failure=_failure(status) if phase is PodPhase.FAILED else None,
         disruption=_disruption(status),
     )
@@ -76,7 +77,7 @@ def download_failure(pod: Object) -> str:
 
 def download_message(pod: Object) -> str:
     """Why a pod of a download Job does not start; empty for other pods."""
-    waiting = _waiting(pod.get("spec") or {}, pod.get("status") or {})
+    waiting = _waiting(pod)
     return "" if waiting is None else f"{waiting.reason}: {waiting.message}"
 
 
@@ -107,13 +108,25 @@ def _times(containers: Iterable[Object] | None, state: str, field: str) -> list[
     return [time for each in states if (time := _time(each.get(field))) is not None]
 
 
-def _waiting(spec: Object, status: Object) -> Failure | None:
+def _workload(metadata: Object) -> str | None:
+    """Kueue's Workload whose end or deletion removes the pod's finalizer."""
+    if kueue.MANAGED not in (metadata.get("finalizers") or []):
+        return None
+    return (metadata.get("labels") or {}).get(kueue.GROUP_LABEL)
+
+
+def _waiting(pod: Object) -> Failure | None:
     """Why the pod cannot start; None while it starts normally."""
-    if gates := spec.get("schedulingGates"):
-        return Failure(SCHEDULING_GATED, f"held back by {', '.join(gate['name'] for gate in gates)}")
+    spec, status = pod.get("spec") or {}, pod.get("status") or {}
     scheduled = _condition(status, "PodScheduled")
+    gates = [gate["name"] for gate in spec.get("schedulingGates") or []]
+    if gates or scheduled.get("reason") == SCHEDULING_GATED:
+        words = _held_back(pod["metadata"], gates) or scheduled.get("message") or "no node fits"
+        return Failure(SCHEDULING_GATED, words)
     if scheduled.get("status") == "False":
         return Failure(scheduled.get("reason") or UNSCHEDULABLE, scheduled.get("message") or "no node fits")
+    if not scheduled and (claims := _absent_claims(spec, status)):
+        return Failure(UNSCHEDULABLE, f"waits for {', '.join(claims)}; check that the namespace has it")
     for container in _containers(status):
         waiting = (container.get("state") or {}).get("waiting") or {}
         reason = waiting.get("reason") or ""
@@ -124,6 +137,29 @@ def _waiting(spec: Object, status: Object) -> Failure | None:
             return Failure(IMAGE_PULL, f"image {_image_of(container, spec, words)}: {words}")
         return Failure(reason, words)
     return None
+
+
+def _held_back(metadata: Object, gates: Sequence[str]) -> str:
+    """What a pod with these scheduling gates waits for; empty when it is unknown."""
+    labels = metadata.get("labels") or {}
+    if kueue.MANAGED in labels and (not gates or not {kueue.ADMISSION_GATE, kueue.TOPOLOGY_GATE}.isdisjoint(gates)):
+        workload = f"Workload {labels.get(kueue.GROUP_LABEL)} of LocalQueue {labels.get(kueue.QUEUE_LABEL)}"
+        if gates and kueue.ADMISSION_GATE not in gates:
+            return f"Kueue has admitted {workload}, but not assigned its topology domain yet"
+        return f"Kueue has not admitted {workload} yet"
+    return f"held back by {', '.join(gates)}" if gates else ""
+
+
+def _absent_claims(spec: Object, status: Object) -> list[str]:
+    """Resource claims without which the scheduler does not consider the pod, and may say nothing about it.
+
+    The pod's status has the claims that were made from templates, not whether a claim that it names exists.
+    """
+    made = {each.get("name") for each in status.get("resourceClaimStatuses") or []}
+    claims = [each for each in spec.get("resourceClaims") or [] if each["name"] not in made]
+    templates = [each["resourceClaimTemplateName"] for each in claims if each.get("resourceClaimTemplateName")]
+    named = [each["resourceClaimName"] for each in claims if each.get("resourceClaimName")]
+    return [f"ResourceClaimTemplate {name}" for name in templates] or [f"ResourceClaim {name}" for name in named]
 
 
 def _image_of(container: Object, spec: Object, words: str) -> str:
@@ -148,11 +184,12 @@ def _disruption(status: Object) -> Failure | None:
     """Why the cluster ends or has ended the pod; None for other pods.
 
     Since 1.26 Kubernetes sets the condition DisruptionTarget, but not for a pod that is evicted because it exceeded a
-    limit of its own. Older versions have the reasons only.
+    limit of its own. Older versions have the reasons only. Kueue sets a condition of its own.
     """
     reason, message = status.get("reason") or "", status.get("message") or ""
-    condition = _condition(status, "DisruptionTarget")
-    is_target = condition.get("status") == "True"
+    conditions = [_condition(status, kind) for kind in ("DisruptionTarget", kueue.TERMINATION_TARGET)]
+    condition = next((each for each in conditions if each.get("status") == "True"), {})
+    is_target = bool(condition)
     low_on_resource = reason == EVICTED and message.startswith(LOW_ON_RESOURCE)
     if not (is_target or low_on_resource or reason in NODE_REASONS):
         return None

@@ -18,6 +18,7 @@ from megatron_operator.kubernetes.disruptions import Disruptions
 from megatron_operator.kubernetes.fleet_rollout import FleetRollout
 from megatron_operator.kubernetes.gang_kinds import GangKinds
 from megatron_operator.kubernetes.kubernetes_event import kubernetes_event
+from megatron_operator.kubernetes.kueue_workloads import delete_workloads_of_deleted
 from megatron_operator.kubernetes.missing_kinds import MissingKinds
 from megatron_operator.metrics import Meters, RoundOutcome
 from megatron_operator.observed_state import AdapterError, NamespaceTerminating
@@ -72,6 +73,8 @@ class ResourceLoop:
         self._wake_up = self._woken.set
         self.nodes: frozenset[str] = frozenset()
         """Names of the nodes of the pods, as of the last round."""
+        self._queued: frozenset[str] = frozenset()
+        """Kueue's Workloads of pods without a node, as of the last round."""
         self._watches = ControlApiWatches(self._wake_up)
 
     def wake(self, version: str | None = None) -> None:
@@ -157,6 +160,10 @@ class ResourceLoop:
     async def _reconcile(self) -> ReconcileResult | None:
         obj = await self._shared.api.get("MegatronInference", self.namespace, self.name)
         if obj is None:
+            # Kueue would keep the pods that never had a node.
+            await delete_workloads_of_deleted(
+                self._shared.api, self.namespace, self.name, self._uid or "", self._queued
+            )
             return None
         adapter = await self._adapter_of(obj)
         key, fleet = (self.namespace, self.name), self._shared.fleet
@@ -168,7 +175,9 @@ class ResourceLoop:
         if result.observed is not None:
             fleet.observed(key, result.image_state, is_settled=result.is_settled)
             self._watches.follow(result.observed, adapter)
-            self.nodes = frozenset(pod.node for pod in result.observed.pods if pod.node is not None)
+            pods = result.observed.pods
+            self.nodes = frozenset(pod.node for pod in pods if pod.node is not None)
+            self._queued = frozenset(pod.workload for pod in pods if pod.workload is not None and pod.node is None)
         return result
 
     async def _adapter_of(self, obj: Json) -> KubernetesAdapter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_operator import names
+from megatron_operator import kueue, names
 from megatron_operator.api.v1alpha1 import MegatronInference, TopologyMode
 from megatron_operator.names import PodIdentity
 from megatron_operator.render.gang import scheduler_name
@@ -13,16 +13,10 @@ from megatron_operator.render.gang import scheduler_name
 HOSTNAME = "kubernetes.io/hostname"
 """Label with the name of the node."""
 
-QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-QUEUED_GROUP_LABEL = "kueue.x-k8s.io/pod-group-name"
-QUEUED_COUNT_ANNOTATION = "kueue.x-k8s.io/pod-group-total-count"
 QUEUED_TOPOLOGY_ANNOTATIONS = {
-    TopologyMode.REQUIRED: "kueue.x-k8s.io/podset-required-topology",
-    TopologyMode.PREFERRED: "kueue.x-k8s.io/podset-preferred-topology",
+    TopologyMode.REQUIRED: kueue.REQUIRED_TOPOLOGY_ANNOTATION,
+    TopologyMode.PREFERRED: kueue.PREFERRED_TOPOLOGY_ANNOTATION,
 }
-QUEUED_SETS_ANNOTATION = "kueue.x-k8s.io/podset-group-name"
-"""Sets of pods with the same value get one topology domain."""
-QUEUED_RETRY_ANNOTATION = "kueue.x-k8s.io/retriable-in-group"
 
 
 def placement(resource: MegatronInference, identity: PodIdentity) -> dict[str, Any]:
@@ -67,14 +61,15 @@ def queue_labels(resource: MegatronInference, identity: PodIdentity) -> dict[str
     queue = resource.spec.scheduling.queue_name
     if queue is None:
         return {}
-    return {QUEUE_LABEL: queue, QUEUED_GROUP_LABEL: names.attempt_name(resource.name, identity.group, identity.attempt)}
+    group = names.attempt_name(resource.name, identity.group, identity.attempt)
+    return {kueue.QUEUE_LABEL: queue, kueue.GROUP_LABEL: group}
 
 
 def queue_annotations(resource: MegatronInference) -> dict[str, str]:
     """Annotations for Kueue. An attempt that lost a pod is over, so that Kueue frees its quota."""
     if resource.spec.scheduling.queue_name is None:
         return {}
-    counted = {QUEUED_COUNT_ANNOTATION: str(resource.spec.pods_per_group), QUEUED_RETRY_ANNOTATION: "false"}
+    counted = {kueue.COUNT_ANNOTATION: str(resource.spec.pods_per_group), kueue.RETRY_ANNOTATION: "false"}
     return {**counted, **_queued_topology(resource)}
 
 
@@ -89,7 +84,7 @@ def _queued_topology(resource: MegatronInference) -> dict[str, str]:
         return {}
     annotations = {QUEUED_TOPOLOGY_ANNOTATIONS[topology.mode]: topology.key}
     shapes = {spec.ranks_in_pod(index) for index in range(1, spec.pods_per_group)}
-    return annotations | ({QUEUED_SETS_ANNOTATION: resource.name} if len(shapes) == 1 else {})
+    return annotations | ({kueue.SETS_ANNOTATION: resource.name} if len(shapes) == 1 else {})
 
 
 def _apart(resource: MegatronInference, identity: PodIdentity) -> dict[str, Any]:

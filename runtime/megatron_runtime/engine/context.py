@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Slices
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.block_tables import BlockTables
-from megatron_runtime.engine.context_limits import ContextLimits, check_drafts, config_within
+from megatron_runtime.engine.context_limits import ContextLimits, check_drafts, config_within, keeps_addresses
 from megatron_runtime.engine.flat_slices import FlatSlices
 from megatron_runtime.engine.packed_arrays import on_device
 from megatron_runtime.engine.routing_store import ExpertRouting
@@ -84,6 +85,8 @@ class DynamicInferenceContext:
     ) -> None:
         self.config = inference_config
         self.block_size_tokens = inference_config.block_size_tokens
+        self.clock: Callable[[], float] = time.perf_counter
+        """Monotonic seconds, which measure what drafts cost. The tokens of an answer do not depend on it."""
         self.is_allocated = False
         """Whether there is a KV cache, which may be released for a while."""
         self.reset_counts()
@@ -115,12 +118,15 @@ class DynamicInferenceContext:
             snapshots = StateSnapshots(self.limits.num_snapshots) if self.has_states else None
             prefixes = PrefixCache(inference_config.prefix_caching_eviction_policy, self.block_size_tokens, snapshots)
         self.allocator = BlockAllocator(self.limits.num_blocks, prefixes)
-        self.kv_cache: KVCache = self.limits.allocate(shard.cache_config, dtype, self.device)
+        keeps = keeps_addresses(inference_config, self.device)
+        self.kv_cache: KVCache = self.limits.allocate(shard.cache_config, dtype, self.device, keeps_addresses=keeps)
         draft = inference_config.speculative_draft_model
         self.draft_cache: KVCache | None = None
         """Keys and values of the draft model, for the same blocks."""
         if draft is not None:
-            self.draft_cache = self.limits.allocate(draft.shard.cache_config, draft.dtype, self.device)
+            self.draft_cache = self.limits.allocate(
+                draft.shard.cache_config, draft.dtype, self.device, keeps_addresses=keeps
+            )
         self.routing = ExpertRouting(model_config, shard, inference_config, self.limits.num_blocks)
         self._free_rows = list(range(self.limits.max_requests - 1, -1, -1))
         self.block_tables = BlockTables(

@@ -7,12 +7,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_runtime.config import CUDA_TOKENS_PER_PASS, DEFAULT_MAX_REQUESTS, InferenceConfig
+from megatron_runtime.config import (
+    CUDA_TOKENS_PER_PASS,
+    DEFAULT_MAX_REQUESTS,
+    InferenceConfig,
+    KVCacheManagementMode,
+)
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.attention_kind import attention_kind
 from megatron_runtime.model.cache_layout import PoolShares, StateMemory
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.device_memory import address_obstacle
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.recurrent_config import NO_DRAFTS
 
@@ -69,8 +75,10 @@ class ContextLimits:
             num_snapshots=min(shares.snapshots, num_blocks),
         )
 
-    def allocate(self, model_config: ModelConfig, dtype: torch.dtype, device: torch.device) -> KVCache:
-        """A KV cache with these limits.
+    def allocate(
+        self, model_config: ModelConfig, dtype: torch.dtype, device: torch.device, *, keeps_addresses: bool = False
+    ) -> KVCache:
+        """A KV cache with these limits; ``keeps_addresses`` as for it.
 
         Raises:
             ConfigurationError: The device has too little memory.
@@ -84,6 +92,7 @@ class ContextLimits:
                 device,
                 num_states=self.max_requests,
                 num_snapshots=self.num_snapshots,
+                keeps_addresses=keeps_addresses,
             )
         except (RuntimeError, MemoryError) as error:
             size = self.num_blocks * KVCache.block_bytes(model_config, self.block_size_tokens, dtype)
@@ -102,6 +111,25 @@ def check_drafts(model_config: ModelConfig, config: InferenceConfig) -> None:
             f"num_speculative_tokens={config.num_speculative_tokens}: {model_config.architecture} {NO_DRAFTS}; set 0",
             field="num_speculative_tokens",
         )
+
+
+def keeps_addresses(config: InferenceConfig, device: torch.device) -> bool:
+    """Whether a suspension releases the KV cache without its addresses.
+
+    Raises:
+        ConfigurationError: It releases the cache, and the configuration requires its addresses, but can't have them.
+    """
+    mode = config.kv_cache_management_mode
+    if mode is KVCacheManagementMode.PERSIST:
+        return False
+    obstacle = address_obstacle(device)
+    if obstacle is not None and config.static_kv_memory_pointers:
+        raise ConfigurationError(
+            f"static_kv_memory_pointers=True: on suspend, kv_cache_management_mode={mode.value!r} releases the memory "
+            f"of the KV cache, whose address then changes, because {obstacle}; 'persist' keeps it",
+            field="static_kv_memory_pointers",
+        )
+    return obstacle is None
 
 
 def config_within(limits: ContextLimits, model_config: ModelConfig, config: InferenceConfig) -> InferenceConfig:

@@ -20,6 +20,8 @@ from megatron_runtime.model.recurrent_config import NO_DRAFTS
 
 _Drafts = list[list[int]]
 """The drafts of each slice, possibly none."""
+_Rounds = list[tuple[int, float]]
+"""Rows and seconds of passes of the draft model."""
 
 
 class DraftModel:
@@ -27,8 +29,9 @@ class DraftModel:
     penalties and the grammar of the request, so that drafts of sampled answers are accepted as often.
 
     The keys and values of the draft model are in the same blocks as those of the served model, in a cache of its own.
-    It computes prompts in the same passes, but in decode passes only the requests that have drafts, with the tokens
-    that it has not computed before. So a request without drafts, or one whose drafts are wrong, costs little.
+    It computes prompts in the same passes, if drafts are expected to be worth it, but in decode passes only the
+    requests that have drafts, with the tokens that it has not computed before. So a request without drafts, or one
+    whose drafts are wrong, costs little.
 
     Of several ranks, the one that samples drafts and sends the drafts to the others.
 
@@ -49,34 +52,46 @@ class DraftModel:
         self._context = context
         self._cache = context.draft_cache
         self._coverage = DraftCoverage(self._cache.num_blocks, self._cache.block_size_tokens)
+        self.rounds: _Rounds = []
+        """Those of the last pass with drafts, equal on all ranks; none if it had no drafts."""
 
-    def propose(self, slices: list[SequenceSlice]) -> list[SequenceSlice]:
+    def propose(self, slices: list[SequenceSlice], *, computes_prompts: bool = True) -> list[SequenceSlice]:
         """The slices with up to ``max_drafts`` drafts each. Call it for every pass, before the pass.
+
+        Args:
+            slices: Of the pass.
+            computes_prompts: Whether prompts are computed now, or only with the first draft behind them.
 
         Raises:
             LockStepError: Another rank has another schedule.
             LostRankError: The drafts do not arrive from the rank that samples.
         """
-        drafts = self._draft_here(slices) if self._ranks.position.samples else [[] for _ in slices]
+        self.rounds = []
+        drafts: _Drafts = [[] for _ in slices]
+        if self._ranks.position.samples:
+            drafts = self._draft_here(slices, computes_prompts=computes_prompts)
         if any(part.max_drafts for part in slices):
-            drafts = self._shared(slices, drafts)
+            drafts, self.rounds = self._shared(slices, drafts)
+        else:
+            self.rounds = []  # They are not shared.
         return [part._replace(drafts=tuple(each)) for part, each in zip(slices, drafts, strict=True)]
 
-    def _shared(self, slices: Slices[SequenceSlice], drafts: _Drafts) -> _Drafts:
-        """The drafts of the rank that samples."""
+    def _shared(self, slices: Slices[SequenceSlice], drafts: _Drafts) -> tuple[_Drafts, _Rounds]:
+        """The drafts and rounds of the rank that samples."""
         position = self._ranks.position
         if position.sizes.ranks_per_replica_group == 1:
-            return drafts
-        outcome = msgpack.packb(drafts) if position.samples else None
-        shared: _Drafts = msgpack.unpackb(self._ranks.share_outcome(outcome, checksum=schedule_checksum(slices)).wait())
+            return drafts, self.rounds
+        outcome = msgpack.packb((drafts, self.rounds)) if position.samples else None
+        arriving = self._ranks.share_outcome(outcome, checksum=schedule_checksum(slices))
+        shared: tuple[_Drafts, _Rounds] = msgpack.unpackb(arriving.wait())
         return shared
 
     @torch.inference_mode()
-    def _draft_here(self, slices: Slices[SequenceSlice]) -> _Drafts:
+    def _draft_here(self, slices: Slices[SequenceSlice], *, computes_prompts: bool) -> _Drafts:
         drafts: _Drafts = [[] for _ in slices]
         for part in slices:
             self._coverage.replaced(part.sequence, part.start, part.end)
-        due = self._due(slices)
+        due = self._due(slices, computes_prompts=computes_prompts)
         active = [index for index, part in due.items() if part.samples]
         try:
             sampled = self._run(list(due.values()))
@@ -101,7 +116,7 @@ class DraftModel:
             self._coverage.computed(part.sequence, part.start, part.end + max(len(drafts[index]) - 1, 0))
         return drafts
 
-    def _due(self, slices: Slices[SequenceSlice]) -> dict[int, SequenceSlice]:
+    def _due(self, slices: Slices[SequenceSlice], *, computes_prompts: bool) -> dict[int, SequenceSlice]:
         """The tokens to compute, by the index of the slice: of prompts, and of requests with drafts.
 
         They begin with those that are missing before the slice. Where too many are missing for one pass, some of them
@@ -110,7 +125,7 @@ class DraftModel:
         room = self._context.max_tokens - sum(part.length for part in slices)
         due = {}
         for index, part in enumerate(slices):
-            if part.length == 1 and not part.max_drafts:
+            if not part.max_drafts and (part.length == 1 or not computes_prompts):
                 continue
             start = self._coverage.end(part.sequence, part.start)
             missing = part.start - start
@@ -125,6 +140,12 @@ class DraftModel:
         """The tokens sampled after those of the slices that sample."""
         if not rows:
             return []
+        started = self._context.clock()
+        tokens = self._sampled(rows)
+        self.rounds.append((sum(part.length for part in rows), self._context.clock() - started))
+        return tokens
+
+    def _sampled(self, rows: list[SequenceSlice]) -> list[int]:
         logits = self._draft(replace(self._context.forward_batch(rows), adapters=None), self._cache)
         if not any(part.samples for part in rows):
             return []

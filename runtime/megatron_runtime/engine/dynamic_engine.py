@@ -228,7 +228,7 @@ class DynamicInferenceEngine(RunningEngine):
         """Allocate the memory again; requests continue with the next step, with the same tokens.
 
         Raises:
-            CheckpointError: Released weights can't be read again; the engine stays suspended.
+            CheckpointError, EngineError: As `EngineMemory.restore`; the engine stays suspended.
         """
         if not self.is_suspended:
             return
@@ -325,8 +325,8 @@ class DynamicInferenceEngine(RunningEngine):
             prefix_hits_total=self._passes.prefix_hits_total,
             paused=self.scheduler.num_paused,
             weight_version=self.weight_version,
-            draft_tokens_total=self._passes.draft_tokens_total,
-            accepted_draft_tokens_total=self._passes.accepted_draft_tokens_total,
+            draft_tokens_total=self._passes.drafter.draft_tokens_total,
+            accepted_draft_tokens_total=self._passes.drafter.accepted_draft_tokens_total,
         )
 
     def check_integrity(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from megatron_runtime.config import KVCacheManagementMode
@@ -9,10 +11,20 @@ from megatron_runtime.engine.batch_invariance import make_batch_invariant
 from megatron_runtime.engine.context import DynamicInferenceContext
 from megatron_runtime.engine.pass_graphs import capture_obstacle, make_pass_graphs
 from megatron_runtime.engine.text_generation_controller import TextGenerationController
+from megatron_runtime.errors import EngineError
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.experts import Experts
-from megatron_runtime.model.refit import Weights, offload_weights, restore_weights, update_weights
+from megatron_runtime.model.device_memory import address_obstacle, describe_shortage, format_gibibytes
+from megatron_runtime.model.refit import (
+    Weights,
+    find_weights_again,
+    keep_places,
+    offload_weights,
+    restore_weights,
+    update_weights,
+)
 from megatron_runtime.processes.allocator import return_freed_memory
+
+_logger = logging.getLogger(__name__)
 
 
 class EngineMemory:
@@ -23,7 +35,8 @@ class EngineMemory:
         context: The KV cache.
 
     Raises:
-        ConfigurationError: As `make_batch_invariant`, `make_pass_graphs` and `PassGraphs`.
+        ConfigurationError: As `make_batch_invariant`, `keep_places`, `make_pass_graphs` and `PassGraphs`.
+        EngineError: As `keep_places`.
     """
 
     def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext) -> None:
@@ -32,8 +45,13 @@ class EngineMemory:
         self._batch_invariant = context.config.batch_invariant
         if self._batch_invariant:
             make_batch_invariant(controller.model, context.kv_cache)
+        if context.config.offload_weights:
+            for model in self._models:
+                keep_places(model, context.device)
         self.graphs = make_pass_graphs(controller.model, context)
         """None: every pass runs eagerly."""
+        if self.graphs is not None and self._moves and (obstacle := address_obstacle(context.device)) is not None:
+            _logger.info("a suspension drops the CUDA graphs, which are then captured again: %s", obstacle)
         self.capture_stats: dict[str, float] | None = None
         """Of the last capture, as from `PassGraphs.capture`."""
         self._capture()
@@ -41,9 +59,7 @@ class EngineMemory:
     def release(self) -> None:
         """Release it for a suspension. No pass is in flight; after RECOMPUTE, no sequence owns blocks."""
         mode, offloads = self._context.config.kv_cache_management_mode, self._context.config.offload_weights
-        # The owner of a live model may move its weights meanwhile.
-        moves = offloads or mode is not KVCacheManagementMode.PERSIST or self._controller.model.is_shared
-        if self.graphs is not None and moves:
+        if self.graphs is not None and self._moves:
             self.graphs.release()
         if mode is KVCacheManagementMode.OFFLOAD:
             for cache in self._context.caches:
@@ -60,14 +76,30 @@ class EngineMemory:
             return_freed_memory()
 
     def restore(self) -> None:
-        """Undo `release`. Raises CheckpointError: released weights can't be read again."""
+        """Undo `release`.
+
+        Raises:
+            CheckpointError: Released weights can't be read again.
+            EngineError: The GPU has too little memory. All is released again, for another call.
+        """
+        device = self._context.device
+        try:
+            self._restore()
+        except torch.OutOfMemoryError as error:
+            shortage = describe_shortage("while the engine resumed", device, error)
+            self.release()
+            raise EngineError(
+                f"{shortage}; it needs {format_gibibytes(self._num_bytes)} for what the suspension has released. "
+                "End the programs that have taken this memory, or start the engine with a lower --kv-cache-memory"
+            ) from error
+
+    def _restore(self) -> None:
         if self._context.config.offload_weights:
             for model in self._models:
                 restore_weights(model, self._context.device)
-        for model in self._models:
-            for module in model.modules():
-                if isinstance(module, Experts):
-                    module.find_weights_again()  # The owner of a live model may have moved them.
+        if self._moves:
+            for model in self._models:
+                find_weights_again(model)  # The owner of a live model may have moved them.
         for cache in self._context.caches:
             cache.restore()
         self._capture()
@@ -87,6 +119,29 @@ class EngineMemory:
         """The model, and the draft model if that is another one."""
         model, draft = self._controller.model, self._context.config.speculative_draft_model
         return [model] if draft is None or draft is model else [model, draft]
+
+    @property
+    def _moves(self) -> bool:
+        """Whether a suspension moves memory whose addresses graphs have."""
+        config, model = self._context.config, self._controller.model
+        blocks = config.kv_cache_management_mode is not KVCacheManagementMode.PERSIST
+        # The owner of a live model may move its weights meanwhile.
+        return (
+            (blocks and not self._context.kv_cache.keeps_addresses)
+            or (config.offload_weights and model.places is None)
+            or model.is_shared
+        )
+
+    @property
+    def _num_bytes(self) -> int:
+        """Of what a suspension releases."""
+        config, count = self._context.config, 0
+        if config.kv_cache_management_mode is not KVCacheManagementMode.PERSIST:
+            count += sum(cache.num_bytes for cache in self._context.caches)
+        if config.offload_weights:
+            weights = (each for model in self._models for each in model.parameters())
+            count += sum(each.numel() * each.element_size() for each in weights)
+        return count
 
     def _capture(self) -> None:
         """Unless the graphs have been kept, or the weights of a live model permit none."""

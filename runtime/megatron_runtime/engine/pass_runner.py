@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_runtime.engine.context import DynamicInferenceContext, LogProbRows
-from megatron_runtime.engine.draft_model import DraftModel
 from megatron_runtime.engine.draft_rows import draft_rows
+from megatron_runtime.engine.drafter import Drafter
 from megatron_runtime.engine.graph_sizes import GraphSize
 from megatron_runtime.engine.next_pass import NextPass
 from megatron_runtime.engine.pass_graphs import PassGraphs
@@ -35,6 +35,7 @@ class _Pass:
     requests: list[TrackedRequest]
     """The requests of the slices."""
     output: PendingOutput
+    started: float
 
 
 class PassRunner:
@@ -64,8 +65,7 @@ class PassRunner:
         self._scheduler = scheduler
         self._requests = requests
         self._graphs = graphs
-        draft = context.config.speculative_draft_model
-        self._draft_model = None if draft is None else DraftModel(draft, controller.model, context)
+        self.drafter = Drafter(context, controller.model, scheduler.goodput)
         self.graph_size: int | None = None
         """Requests of the CUDA graph of the last pass, with padding; None: it ran eagerly."""
         self._next = None if graphs is None else NextPass(graphs, context, scheduler)
@@ -75,8 +75,6 @@ class PassRunner:
         self.evictions_total = 0
         self.cached_tokens_total = 0
         self.prefix_hits_total = 0
-        self.draft_tokens_total = 0
-        self.accepted_draft_tokens_total = 0
         context.reset_counts()
 
     @property
@@ -163,11 +161,11 @@ class PassRunner:
     def _begin(self, slices: list[SequenceSlice]) -> _Pass | None:
         """None if the device had too little memory, which ends requests of the pass."""
         try:
-            if self._draft_model is not None:
-                slices = self._draft_model.propose(slices)
+            slices = self.drafter.propose(slices)
+            started = self._context.clock()
             self._context.load_snapshots(slices)
             with draft_rows(slices) as rows:
-                output = self._run(rows)
+                output = self._run(rows, started)
         except torch.OutOfMemoryError as error:
             self._withdraw(slices)
             self._fail_for_memory(slices, error)
@@ -175,7 +173,7 @@ class PassRunner:
         except BaseException:
             self._withdraw(slices)
             raise
-        return _Pass(slices, [self._requests[part.sequence.request_id] for part in slices], output)
+        return _Pass(slices, [self._requests[part.sequence.request_id] for part in slices], output, started)
 
     def _withdraw(self, slices: list[SequenceSlice]) -> None:
         """Undo the schedule of a pass that failed. Recurrent states that it may have changed are computed again."""
@@ -203,7 +201,7 @@ class PassRunner:
         for part in large:
             self.finish(self._requests[part.sequence.request_id], "error", failure)
 
-    def _run(self, slices: list[SequenceSlice]) -> PendingOutput:
+    def _run(self, slices: list[SequenceSlice], started: float) -> PendingOutput:
         ranks = self._controller.model.ranks
         size = None if self._graphs is None else self._graphs.size_for(slices)
         self.graph_size = None if size is None else size.requests
@@ -215,7 +213,7 @@ class PassRunner:
         if ranks.position.samples:
             output = self._sample(batch, slices, tape)
             self._context.routing.store(batch.slots, tape)
-            return share_output(ranks, slices, output)
+            return share_output(ranks, slices, replace(output, seconds=self._context.clock() - started))
         self._controller.model(batch, self._context.kv_cache, tape)
         self._context.routing.store(batch.slots, tape)
         return awaited_output(ranks, slices)
@@ -263,6 +261,7 @@ class PassRunner:
 
     def _settle(self, done: _Pass) -> None:
         output = done.output()
+        seconds = self._context.clock() - done.started if output.seconds is None else output.seconds
         self._apply_settled(self._scheduler.settle(done.slices))
         tokens = iter(enumerate(output.tokens))
         pooled = iter(output.pooled)
@@ -291,6 +290,7 @@ class PassRunner:
             self._settle_one(tracked, part, token, scores)
             if sampled and token is not None:
                 self._settle_drafts(tracked, part, [token, *sampled])
+        self.drafter.note_pass(done.slices, seconds)
 
     def _apply_settled(self, settled: SettledPass) -> None:
         try:
@@ -310,10 +310,7 @@ class PassRunner:
             accepted += 1
             self._scheduler.accept_draft(part.sequence)
             self._settle_one(tracked, part, sampled[accepted], [])
-        assert part.sequence.draft_length is not None, "it has drafted"
-        part.sequence.draft_length.note(len(part.drafts), accepted)
-        self.draft_tokens_total += len(part.drafts)
-        self.accepted_draft_tokens_total += accepted
+        self.drafter.note_drafts(part, accepted)
 
     def _settle_one(self, tracked: TrackedRequest, part: SequenceSlice, token: int | None, scores: Scores) -> None:
         if token == NO_TOKEN:

@@ -45,11 +45,11 @@ def schedule_checksum(slices: Slices[SequenceSlice]) -> int:
 def _pack(output: StepOutput) -> bytes:
     scores = output.log_probs
     values = None if scores is None else (scores.chosen, scores.top_ids, scores.top_values)
-    fields = output.tokens, values, output.dead_ends, output.pooled, dict(output.mask_milliseconds)
+    fields = output.tokens, values, output.dead_ends, output.pooled, dict(output.mask_milliseconds), output.seconds
     packed: bytes = msgpack.packb(fields)
     return packed
 
 
 def _unpack(packed: bytes) -> StepOutput:
-    tokens, values, dead_ends, pooled, times = msgpack.unpackb(packed, strict_map_key=False)
-    return StepOutput(tokens, None if values is None else LogProbs(*values), dead_ends, pooled, times)
+    tokens, values, *others = msgpack.unpackb(packed, strict_map_key=False)
+    return StepOutput(tokens, None if values is None else LogProbs(*values), *others)

@@ -40,6 +40,8 @@ class StepOutput:
     """Sums of hidden states, [hidden size] for each slice that pools any."""
     mask_milliseconds: Mapping[int, int] = field(default_factory=dict)
     """How long the masks of grammars took, for rows with at least one; by their index in ``tokens``."""
+    seconds: float | None = None
+    """Time of the pass, if the rank that samples has measured it before it shares the output."""
 
 
 class TextGenerationController:

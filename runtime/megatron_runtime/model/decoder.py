@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +20,7 @@ from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.head import Head
 from megatron_runtime.model.hidden_pool import HiddenPool
 from megatron_runtime.model.kernel_warm_up import use_kernels
-from megatron_runtime.model.kernels import cpu_attention, row_kernels
+from megatron_runtime.model.kernels import cpu_attention, row_kernels, tile_products
 from megatron_runtime.model.kernels.gpu_attention import cache_dtype
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.lora.adapter_slots import AdapterSlots
@@ -30,6 +32,9 @@ from megatron_runtime.model.routing_tape import RoutingTape
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.parallel.single_rank import SingleRank
+
+if TYPE_CHECKING:
+    from megatron_runtime.model.weight_places import WeightPlaces
 
 
 class Decoder(nn.Module):
@@ -71,6 +76,8 @@ class Decoder(nn.Module):
         self.origin: Origin | None = None
         """The files of the weights; None for weights that were created in memory."""
         self.positions = Positions(config, dtype, device)
+        self.places: WeightPlaces | None = None
+        """Where the weights are on their GPU, and return to after a suspension; None if they may move."""
         self.adapters: AdapterSlots | None = None
         """The adapters of this decoder; `use_adapters` creates them."""
 
@@ -135,6 +142,7 @@ class Decoder(nn.Module):
         if self.device.type == "cpu":
             cpu_attention.prepare(attention_kind(self.config).cache_layout, self.dtype)
             row_kernels.prepare(self.dtype)
+            tile_products.prepare(self.dtype)
             if self.config.recurrent is not None:
                 prepare_recurrence(self.config.recurrent)
         elif block_size_tokens is not None:

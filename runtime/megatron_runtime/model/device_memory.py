@@ -20,6 +20,15 @@ def format_gibibytes(count: int) -> str:
     return f"{count / 2**30:.3g} GiB"
 
 
+def address_obstacle(device: torch.device) -> str | None:
+    """Why memory of this device can't be released without its addresses; None if it can."""
+    if device.type != "cuda":
+        return f"the device is {device.type}, and not a GPU"
+    from megatron_runtime.gpu.driver_memory import obstacle  # Not needed on other devices.
+
+    return obstacle(device)
+
+
 def describe_shortage(stage: str, device: torch.device, error: torch.OutOfMemoryError) -> str:
     """What ran out of memory, and how much of it is used."""
     used = ""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megatron_runtime.model.embedding import vocabulary_table
 from megatron_runtime.model.norms import make_norm
-from megatron_runtime.model.packed_linear import PackedLinear
+from megatron_runtime.model.packed_linear import PackedLinear, TileLinear, pack_linear
 from megatron_runtime.model.products import linear
 from megatron_runtime.model.quantized.linear import QuantizedLinear
 from megatron_runtime.model.quantized.matrix import QuantizedMatrix
@@ -37,7 +37,7 @@ class Head(nn.Module):
         self.norm = make_norm(shard.config, shard.config.hidden_size, dtype)
         self.table = vocabulary_table(shard, dtype) if table is None else table
         self._dtype = dtype
-        self._packed: PackedLinear | QuantizedLinear | None = None
+        self._packed: PackedLinear | TileLinear | QuantizedLinear | None = None
 
     @property
     def weight(self) -> Tensor:
@@ -59,7 +59,7 @@ class Head(nn.Module):
         """
         if self._packed is not None:
             return
-        self._packed = PackedLinear(self.table)
+        self._packed = pack_linear(self.table)
         if self._has_own_table:
             del self.table
 

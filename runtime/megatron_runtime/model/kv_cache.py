@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from megatron_runtime.model.attention_kind import attention_kind
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.host_memory import zeros
 from megatron_runtime.model.recurrent_states import RecurrentStates
+
+if TYPE_CHECKING:
+    from megatron_runtime.gpu.arena import Arena
 
 FLOAT8 = torch.float8_e4m3fn
 """The type of a cache in fp8."""
@@ -24,7 +28,8 @@ class KVCache:
     """A pool of ``num_blocks`` blocks, each with room for ``block_size_tokens`` tokens in every layer with attention.
 
     The scheduler assigns blocks to requests; the pool only stores their contents. With recurrent layers it also has
-    the states of ``num_states`` sequences, and ``num_snapshots`` copies of states for the prefix cache.
+    the states of ``num_states`` sequences, and ``num_snapshots`` copies of states for the prefix cache. With
+    ``keeps_addresses`` the blocks are at the same addresses of a GPU after each `restore`; the states may not be.
     """
 
     def __init__(
@@ -37,6 +42,7 @@ class KVCache:
         *,
         num_states: int = 1,
         num_snapshots: int = 0,
+        keeps_addresses: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size_tokens = block_size_tokens
@@ -54,6 +60,11 @@ class KVCache:
         if config.recurrent is not None:
             self._states = RecurrentStates(config.recurrent, num_states + num_snapshots, self.device)
         self._num_states = num_states
+        self._arena: Arena | None = None
+        if keeps_addresses:
+            from megatron_runtime.gpu.arena import Arena  # Not needed on other devices.
+
+            self._arena = Arena(self.device, [math.prod(shape) * dtype.itemsize for shape in self._shapes])
         self._storage: list[Tensor] | None = None
         self._offloaded: tuple[Tensor, list[Tensor]] | None = None
         """Block numbers, and the contents of these blocks in each array."""
@@ -69,6 +80,11 @@ class KVCache:
         """Bytes of the whole pool while it is resident."""
         states = 0 if self._states is None else self._states.num_bytes
         return sum(math.prod(shape) for shape in self._shapes) * self.dtype.itemsize + states
+
+    @property
+    def keeps_addresses(self) -> bool:
+        """Whether all blocks return to their addresses."""
+        return self._arena is not None
 
     @property
     def is_resident(self) -> bool:
@@ -99,7 +115,7 @@ class KVCache:
 
     def release(self) -> None:
         """Release the memory and the contents."""
-        self._storage = None
+        self._release_blocks()
         self._offloaded = None
         if self._states is not None:
             self._states.release()
@@ -109,17 +125,9 @@ class KVCache:
 
         On a CPU the copies replace the pool, so memory decreases to that of the kept blocks.
         """
-        if self._storage is None:
-            return
-        blocks = torch.tensor(kept, dtype=torch.int64)
-        copies = []
-        for array in self._storage:
-            copies.append(torch.empty((len(array), len(kept), *array.shape[2:]), dtype=self._stored))
-            for copy, layer in zip(copies[-1], array, strict=True):
-                # Layer by layer, because gathering needs device memory, which may be full.
-                copy.copy_(layer[blocks.to(self.device)])
-        self._offloaded = blocks, copies
-        self._storage = None
+        if self._storage is not None:
+            self._offloaded = self._copies(self._storage, kept)
+        self._release_blocks()
         if self._states is not None:
             self._states.offload()
 
@@ -127,19 +135,43 @@ class KVCache:
         """Make the cache resident again, with the kept contents after `offload`, and zeros elsewhere.
 
         Zeros, because masked keys take part in the softmax, and uninitialized memory may contain NaN.
+
+        Raises:
+            torch.OutOfMemoryError: A GPU has too little memory; what was kept is still there, for another call.
         """
         if self._storage is not None:
             return
         if self._states is not None:
             self._states.restore()
-        if self.device.type == "cpu":
-            # No write: filling a gibibyte with zeros takes as long as loading a small model.
-            self._storage = [zeros(shape, self._stored) for shape in self._shapes]
-        else:
-            self._storage = [torch.zeros(shape, dtype=self._stored, device=self.device) for shape in self._shapes]
+        storage = self._zeros()
         if self._offloaded is not None:
             blocks, copies = self._offloaded
-            for array, contents in zip(self._storage, copies, strict=True):
+            for array, contents in zip(storage, copies, strict=True):
                 for layer, copy in zip(array, contents, strict=True):
                     layer[blocks.to(self.device)] = copy.to(self.device)
-            self._offloaded = None
+        self._storage, self._offloaded = storage, None
+
+    def _copies(self, storage: list[Tensor], kept: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+        blocks = torch.tensor(kept, dtype=torch.int64)
+        copies = []
+        for array in storage:
+            copies.append(torch.empty((len(array), len(kept), *array.shape[2:]), dtype=self._stored))
+            for copy, layer in zip(copies[-1], array, strict=True):
+                # Layer by layer, because gathering needs device memory, which may be full.
+                copy.copy_(layer[blocks.to(self.device)])
+        return blocks, copies
+
+    def _zeros(self) -> list[Tensor]:
+        if self.device.type == "cpu":
+            # No write: filling a gibibyte with zeros takes as long as loading a small model.
+            return [zeros(shape, self._stored) for shape in self._shapes]
+        if self._arena is None:
+            return [torch.zeros(shape, dtype=self._stored, device=self.device) for shape in self._shapes]
+        self._arena.map()
+        arrays = [self._arena.tensor(index, shape, self._stored) for index, shape in enumerate(self._shapes)]
+        return [array.zero_() for array in arrays]
+
+    def _release_blocks(self) -> None:
+        self._storage = None
+        if self._arena is not None:
+            self._arena.unmap()

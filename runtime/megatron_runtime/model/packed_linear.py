@@ -1,4 +1,4 @@
-"""Weights in the layout of oneDNN's matrix kernels, packed once instead of in every product."""
+"""Weights in the layout of a CPU's matrix kernels, packed once instead of in every product."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import torch
 from torch import Tensor, nn
 
 from megatron_runtime.cpu_features import has_tiles
+from megatron_runtime.model.kernels import tile_products
 from megatron_runtime.model.layers import Linear
 
 _TILED_ROWS = 32
 """With up to this many rows, oneDNN's tile kernels (AMX) add in one order. With more, the order depends on their number
-and on the matrix. Longer prompts are divided, which costs a part of the tiles' speed.
+and on the matrix. Longer prompts are divided, which costs a part of the tiles' speed, in float16 and where `TileLinear`
+can't be used.
 """
 
 
 class PackedLinear(nn.Module):
-    """``y = x W^T + b`` with the same results as `Linear`, on a CPU only. Keeps no other copy of its matrix."""
+    """``y = x W^T + b`` by oneDNN, with the results of `Linear`, on a CPU only. Keeps no other copy of its matrix."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -45,6 +47,25 @@ class PackedLinear(nn.Module):
         return outputs
 
 
+class TileLinear(nn.Module):
+    """The same in bfloat16 by the kernel for tiles, with the bits of oneDNN's products of up to _TILED_ROWS rows."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self._height, self._width = weight.shape
+        self._panels = tile_products.pack(weight.detach())
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """An unpacked copy of the matrix, [out, in]."""
+        return tile_products.unpack(self._panels, self._height, self._width)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[T, in] to [T, out]; the bits of a row do not depend on the others."""
+        return tile_products.multiply(inputs.contiguous(), self._panels, self.bias, self._height)
+
+
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether oneDNN is available and computes in ``dtype`` on this processor."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -56,10 +77,17 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype is torch.float32
 
 
+def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | TileLinear:
+    """Made of a matrix and a bias whose dtype `can_pack` accepts."""
+    if weight.dtype is torch.bfloat16 and tile_products.can_use_tiles():
+        return TileLinear(weight, bias)
+    return PackedLinear(weight, bias)
+
+
 def pack_linears(module: nn.Module) -> None:
     """Replace every `Linear` in ``module``, one by one, so that only one matrix at a time exists twice."""
     for name, child in module.named_children():
         if isinstance(child, Linear):
-            setattr(module, name, PackedLinear(child.weight, child.bias))
+            setattr(module, name, pack_linear(child.weight, child.bias))
         else:
             pack_linears(child)

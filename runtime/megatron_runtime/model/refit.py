@@ -14,6 +14,8 @@ from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import check_fit, fill, open_checkpoint
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.device_memory import address_obstacle, naming_device_memory
+from megatron_runtime.model.experts import Experts
 from megatron_runtime.model.formats.checkpoint_path import checkpoint_path
 from megatron_runtime.model.formats.origin import Origin
 from megatron_runtime.model.formats.safetensors_checkpoint import SafetensorsWeights
@@ -64,9 +66,9 @@ def update_weights(model: Decoder, weights: Weights) -> None:
     """Replace the weights of a decoder by those of another checkpoint of the same architecture; on an error none
     changes.
 
-    They are read and checked in host memory beside the present ones, which needs room for both during the update. On a
-    GPU the new weights are then copied over the old ones. All ranks of a replica group call this, with the same
-    weights; each reads its part, and an error on one rank is an error on all.
+    They are read and checked in host memory beside the present ones, which needs room for both during the update. If
+    those are on a GPU, or have places there, the new weights are then copied over them. All ranks of a replica group
+    call this, with the same weights; each reads its part, and an error on one rank is an error on all.
 
     The tensors of a live GPTModel are not copied if they have the decoder's type and device: the decoder shares them.
 
@@ -80,7 +82,7 @@ def update_weights(model: Decoder, weights: Weights) -> None:
         model.replace_with(from_live_model(model, weights))
         return
     fresh = _read(model, weights)
-    if model.device.type in ("cpu", "meta"):
+    if model.device.type in ("cpu", "meta") and model.places is None:
         if model.is_packed or model.device.type == "meta":
             fresh.prepare()
         model.replace_with(fresh.eval())
@@ -101,6 +103,33 @@ def _check_memory(model: Decoder, fresh: Decoder) -> None:
         )
 
 
+def keep_places(model: Decoder, device: torch.device) -> None:
+    """Let the weights return to the same addresses of a GPU when `restore_weights` undoes `offload_weights`.
+
+    They move once, now. Nothing happens where `address_obstacle` has a reason, and to weights of a live model, which
+    belong to their owner.
+
+    Raises:
+        ConfigurationError: The GPU has too little memory to move them.
+        EngineError: The driver refuses.
+    """
+    if model.is_shared or model.places is not None or address_obstacle(device) is not None:
+        return
+    from megatron_runtime.model.weight_places import WeightPlaces  # Not needed on other devices.
+
+    find_weights_again(model)
+    stage = "while it moved the weights to addresses that a suspension keeps"
+    with naming_device_memory(stage, device, remedy="leave out --offload-weights"):
+        model.places = WeightPlaces(model, device)
+
+
+def find_weights_again(model: Decoder) -> None:
+    """To be called when the weights move other than by methods of a Module."""
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.find_weights_again()
+
+
 def offload_weights(model: Decoder) -> None:
     """Release the weights' memory on the device. Weights of a live model are kept, because their owner may use them.
 
@@ -109,7 +138,9 @@ def offload_weights(model: Decoder) -> None:
     """
     if model.is_shared:
         return
-    if model.device.type != "cpu":
+    if model.places is not None:
+        model.places.release()
+    elif model.device.type != "cpu":
         model.to("cpu")
     elif model.origin is not None:
         released = Decoder(model.config, dtype=model.dtype, device="meta", ranks=model.ranks)
@@ -122,7 +153,11 @@ def restore_weights(model: Decoder, device: torch.device) -> None:
 
     Raises:
         CheckpointError: The files of released weights have changed, or can't be read.
+        torch.OutOfMemoryError: The GPU has too little memory.
     """
+    if model.places is not None:
+        model.places.restore()
+        return
     if model.device.type != "meta":
         model.to(device)
         return

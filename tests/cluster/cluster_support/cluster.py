@@ -171,13 +171,16 @@ class Cluster:
         return any(each["type"] == "Established" and each["status"] == "True" for each in conditions)
 
     def _is_served(self, definition: dict[str, Any]) -> bool:
-        """An aggregator serves a kind some time after it is established."""
+        """An aggregator serves a kind some time after it is established, and lists one of a core group later still."""
         spec = definition["spec"]
         served = [each["name"] for each in spec["versions"] if each["served"]]
         services = "/apis/apiregistration.k8s.io/v1/apiservices"
         found = [self.read(f"{services}/{version}.{spec['group']}") or {} for version in served]
         conditions = [each.get("status", {}).get("conditions") or [] for each in found]
-        return all(("Available", "True") in [(each["type"], each["status"]) for each in part] for part in conditions)
+        if not all(("Available", "True") in [(each["type"], each["status"]) for each in part] for part in conditions):
+            return False
+        listed = [(self.read(f"/apis/{spec['group']}/{version}") or {}).get("resources") or [] for version in served]
+        return all(spec["names"]["plural"] in [each["name"] for each in part] for part in listed)
 
     def exists(self, *args: str) -> bool:
         """Whether `kubectl get` finds something."""

@@ -25,6 +25,8 @@ from engine_support.random_llama import random_llama  # noqa: E402
 
 BLOCK = 4
 """Tokens per block in these tests: small, so that block boundaries are frequent."""
+NO_TIME = 0.0
+"""Of all passes, so that drafts are permitted whatever they cost here."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -82,13 +84,16 @@ def naive_greedy(naive_logits: Callable[[list[int]], torch.Tensor]) -> Callable[
 
 @pytest.fixture
 def make_engine(tiny_model: Decoder, byte_tokenizer: Tokenizer) -> Callable[..., DynamicInferenceEngine]:
-    """``make_engine(blocks=64, **settings)``: an engine over the tiny model with a pool of this number of blocks."""
+    """``make_engine(blocks=64, clock=None, **settings)``: an engine over the tiny model with a pool of this number of
+    blocks. Without a clock, its passes take no time."""
 
-    def make(blocks: int = 64, **settings: object) -> DynamicInferenceEngine:
+    def make(blocks: int = 64, clock: Callable[[], float] | None = None, **settings: object) -> DynamicInferenceEngine:
         block_bytes = KVCache.block_bytes(tiny_model.config, BLOCK, torch.float32)
         config = InferenceConfig(
             **{"block_size_tokens": BLOCK, "kv_cache_memory_bytes": blocks * block_bytes, **settings}
         )
-        return DynamicInferenceEngine.build(tiny_model, byte_tokenizer, config)
+        engine = DynamicInferenceEngine.build(tiny_model, byte_tokenizer, config)
+        engine.context.clock = clock or (lambda: NO_TIME)
+        return engine
 
     return make

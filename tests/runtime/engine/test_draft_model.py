@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from engine_support.random_llama import random_llama
-from engine_support.speculation import ENDLESS, WITH_GRAMMARS, Interrupt, greedy, serve, with_penalties
+from engine_support.speculation import ENDLESS, WITH_GRAMMARS, Interrupt, Served, greedy, serve, with_penalties
+from torch.utils.hooks import RemovableHandle
 
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
@@ -213,6 +216,68 @@ def test_the_draft_model_rests_while_its_drafts_are_wrong(speculative: MakeEngin
         engine.generate([PROMPTS[0]], greedy(num_tokens_to_generate=120))
     assert 0 < engine.stats().draft_tokens_total < 40
     assert 0 < passes < 40
+
+
+@dataclass
+class Clock:
+    """Advances when a model computes."""
+
+    seconds: float = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def counts(self, model: Decoder, seconds: float) -> RemovableHandle:
+        """Each pass of the model takes so many seconds."""
+
+        def advance(*_: object) -> None:
+            self.seconds += seconds
+
+        return model.register_forward_pre_hook(advance)
+
+
+def timed_run(engine: DynamicInferenceEngine, draft: Decoder, draft_seconds: float) -> tuple[Served, float]:
+    """What two requests get, and the seconds until then, with passes of one second."""
+    clock = engine.context.clock
+    assert isinstance(clock, Clock)
+    with clock.counts(engine.controller.model, 1.0), clock.counts(draft, draft_seconds):
+        started = clock.seconds
+        served = serve(engine, [greedy(num_tokens_to_generate=200), greedy(temperature=0.7, seed=2)], PROMPTS)
+        return served, clock.seconds - started
+
+
+@pytest.mark.parametrize(("draft_seconds", "least", "most"), [(0.02, 0.2, 0.5), (1.5, 1.0, 1.05)])
+def test_a_draft_model_is_used_if_it_saves_time(
+    make_engine: MakeEngine,
+    speculative: MakeEngine,
+    tiny_model: Decoder,
+    draft_seconds: float,
+    least: float,
+    most: float,
+) -> None:
+    """Its drafts are right; it is switched off where a draft takes more time than a pass of the served model."""
+    draft = copy.deepcopy(tiny_model)
+    settings = {"block_size_tokens": 64, "enable_prefix_caching": False}
+    plain, expected = timed_run(make_engine(blocks=400, clock=Clock(), **settings), draft, 0.0)
+    engine = speculative(draft, 20, clock=Clock(), **settings)
+    timed_run(engine, draft, draft_seconds)
+    served, seconds = timed_run(engine, draft, draft_seconds)
+    assert served == plain
+    assert least < seconds / expected < most
+
+
+def test_a_draft_model_that_is_not_used_computes_no_prompts(speculative: MakeEngine, tiny_model: Decoder) -> None:
+    draft = copy.deepcopy(tiny_model)
+    engine = speculative(draft, 40, clock=Clock(), block_size_tokens=64, enable_prefix_caching=False)
+    timed_run(engine, draft, 20.0)
+    widths: list[int] = []
+
+    def measure(_module: object, inputs: tuple[Any, ...]) -> None:
+        widths.append(len(inputs[0].tokens))
+
+    with draft.register_forward_pre_hook(measure):
+        engine.generate([PROMPTS[0]], greedy(num_tokens_to_generate=20))
+    assert widths == []
 
 
 def test_other_weights_and_aborted_requests_change_the_drafts_only(

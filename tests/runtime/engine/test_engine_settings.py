@@ -47,6 +47,13 @@ def test_static_pointers_stay_through_a_suspension(make_engine: MakeEngine) -> N
     assert engine.context.kv_cache.layer(0)[0].data_ptr() == before
 
 
+def test_only_a_persistent_kv_cache_keeps_its_address_on_a_cpu(make_engine: MakeEngine) -> None:
+    expected = r"^static_kv_memory_pointers=True.*'offload'.*the device is cpu, and not a GPU; 'persist'"
+    with pytest.raises(ConfigurationError, match=expected) as refusal:
+        make_engine(static_kv_memory_pointers=True, kv_cache_management_mode="offload")
+    assert refusal.value.field == "static_kv_memory_pointers"
+
+
 def test_a_text_gets_a_bos_token_if_requested(
     make_engine: MakeEngine, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

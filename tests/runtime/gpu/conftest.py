@@ -106,6 +106,17 @@ def device() -> Iterator[PretendedDevice]:
 
 
 @pytest.fixture
+def without_cuda_bindings(device: PretendedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pretended device without the functions of the driver, so that a suspension moves memory."""
+    del device
+
+    def missing() -> None:
+        raise ModuleNotFoundError("No module named 'cuda'")
+
+    monkeypatch.setattr("megatron_runtime.gpu.driver_memory.import_driver", missing)
+
+
+@pytest.fixture
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that short contexts have several, and long ones longer splits."""
     monkeypatch.setattr("megatron_runtime.gpu.attention.SPLIT", 32)

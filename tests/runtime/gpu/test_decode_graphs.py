@@ -206,9 +206,10 @@ def test_a_pass_with_an_adapter_runs_eagerly(device: PretendedDevice) -> None:
 
 def test_drafts_are_rows_of_a_graph(device: PretendedDevice) -> None:
     model = one_layer()
-    params = SamplingParams(num_tokens_to_generate=12, temperature=0.0, logit_bias={70: 50.0})
+    params = SamplingParams(num_tokens_to_generate=24, temperature=0.0, logit_bias={70: 50.0})
     expected = small_engine(model).generate([[65] * 5], params)[0].merge().generated_tokens
     engine = captured_engine(model, num_speculative_tokens=2)
+    engine.context.clock = lambda: 0.0  # Drafts are permitted whatever they cost here.
     device.work = Work()
     future = engine.add_request(0, [65] * 5, params)
     sizes = []
@@ -216,7 +217,7 @@ def test_drafts_are_rows_of_a_graph(device: PretendedDevice) -> None:
         sizes.append(engine.step_modern()["cuda_graph_request_count"])
     assert future.result(timeout=0).merge().generated_tokens == expected
     assert sizes.count(3) >= 3
-    assert len(sizes) < 10
+    assert len(sizes) < 16
 
 
 @pytest.mark.usefixtures("one_pass_at_a_time")

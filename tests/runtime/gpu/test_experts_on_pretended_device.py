@@ -76,6 +76,7 @@ def test_the_launches_of_a_layer_are_within_the_budget(device: PretendedDevice) 
     assert counted[1][1] - counted[0][1] <= LAUNCHES_PER_LAYER - 1
 
 
+@pytest.mark.usefixtures("without_cuda_bindings")
 def test_moved_weights_are_found_again(device: PretendedDevice) -> None:
     """The addresses of the matrices after a suspension are others."""
     model = one_layer()

@@ -48,6 +48,10 @@ def test_the_dry_run_goes_through_all_checks_and_finds_nothing_wrong(
         "time to first token",
         "engine step, batch 2 ",
         "engine step, batch 2, sampled",
+        "suspension: memory given back",
+        "suspension: addresses",
+        "suspension: CUDA graphs",
+        "suspension: tokens",
     )
     assert all(f"| {name}" in printed for name in (*names, "KV cache given", "ceiling: copy", "prefill of 20 tokens"))
     assert "WRONG" not in printed

@@ -269,6 +269,7 @@ def test_a_long_cached_prefix_needs_one_more_copy_for_its_blocks(device: Pretend
     assert found[0] == found[1]
 
 
+@pytest.mark.usefixtures("without_cuda_bindings")
 def test_graphs_with_prompts_are_captured_again_after_a_suspension_that_moves_memory(device: PretendedDevice) -> None:
     engine = captured_engine(one_layer(), kv_cache_management_mode="recompute")
     graphs = engine._memory.graphs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Slices
 
 from megatron_runtime.engine.scheduling.block_allocator import BlockAllocator
+from megatron_runtime.engine.scheduling.goodput import Goodput
 from megatron_runtime.engine.scheduling.mask_budget import held_back
 from megatron_runtime.engine.scheduling.preemption import to_preempt
 from megatron_runtime.engine.scheduling.running_sequences import RunningSequences
@@ -46,6 +47,8 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, allocator: BlockAllocator) -> None:
         self.limits = limits
         self.allocator = allocator
+        self.goodput = Goodput() if limits.passes_in_flight == 1 else None
+        """What drafts cost and yield; None: passes overlap, so that their times do not tell."""
         self._prefixes = allocator.prefixes
         self._running = RunningSequences()
         self._waiting = WaitingSequences(self._running)
@@ -145,9 +148,7 @@ class Scheduler:
         if evicted:
             slices = [part for part in slices if part.counts]
             paused = [each for each in paused if each.is_running]
-        limits = self.limits
-        slices = with_drafts(slices, max_tokens=limits.max_tokens, block_size_tokens=limits.block_size_tokens)
-        self._slices = slices
+        self._slices = slices = with_drafts(slices, self.goodput, self.limits)
         known, self._paused = self._paused, {sequence.request_id for sequence in paused}
         paused = [each for each in paused if each.request_id not in known]
         return Schedule(slices, admitted, evicted, paused)

@@ -30,6 +30,7 @@ def main() -> None:
         mamba_kernels,
         quantized_products,
         row_kernels,
+        tile_products,
     )
     from megatron_runtime.model.kernels.kernel_compiler import compile_in_this_process
 
@@ -41,6 +42,7 @@ def main() -> None:
         dtype = getattr(torch, name)
         row_kernels.prepare(dtype)
         adapter_kernel.prepare(dtype)
+        tile_products.prepare(dtype)
         for head_dim in chosen.head_dim:
             cpu_attention.prepare(CacheLayout(1, 1, head_dim, head_dim), dtype)
         for kind in chosen.quantization:

@@ -1,15 +1,13 @@
 """Tensors that say they are on cuda:0 and are computed on the CPU, to count what a GPU would have to do.
 
-An operator with tensors of both devices fails, as on a GPU. Launches, waits of the host and copies are counted.
-Streams, speed, and the memory of a device are not represented.
+An operator with tensors of both devices fails, as on a GPU, and so does the use of unmapped memory. Launches, waits of
+the host and copies are counted. Streams, speed, and the memory of PyTorch's allocator are not represented.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib
 import inspect
-import pkgutil
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +19,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from gpu_support.fake_driver import FakeDriver
+from gpu_support.kernel_launches import kernel_users, variant
 from gpu_support.pretended_graphs import PretendedGraph, graph_functions, overwrite
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -129,6 +129,7 @@ class PretendedDevice(TorchDispatchMode):
         """All that were captured."""
         self.arriving: list[Callable[[], Any]] = []
         """Copies to the host that are in progress; until they have ended, their targets have no values."""
+        self.driver = FakeDriver()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Every operator."""
@@ -199,6 +200,19 @@ class PretendedDevice(TorchDispatchMode):
                 self.capture.own(made)
         return made
 
+    def use(self, content: Tensor) -> None:
+        """An operator or a kernel uses this memory. Raises RuntimeError if the driver has it."""
+        if self.driver.ranges:
+            self.driver.check_use(content.data_ptr())
+            if self.capture is not None:
+                self.capture.used.append(content)
+
+    def tensor_at(self, address: int, size: int, device: torch.device, owner: object) -> Tensor:
+        """As `arena.tensor_at`."""
+        assert device == DEVICE
+        with _disable_current_modes():
+            return PretendedTensor(self.driver.tensor_at(address, size, owner), self)
+
     def refuse_in_capture(self, what: str) -> None:
         """Raises RuntimeError during a capture."""
         if self.capture is not None:
@@ -261,21 +275,10 @@ class PretendedDevice(TorchDispatchMode):
 
 
 def _content(each: Any) -> Any:
-    return each.content if isinstance(each, PretendedTensor) else each
-
-
-def _variant(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> tuple[Any, ...]:
-    """The properties of the arguments for which Triton compiles a kernel anew: constants, types, numbers that are 1 or
-    multiples of 16, and addresses that are."""
-    general = kernel.kwargs.get("do_not_specialize") or ()
-    found: list[Any] = [kernel.fn.__name__, *sorted(constants.items())]
-    for name, given in zip(kernel.arg_names, map(_content, arguments), strict=False):
-        if isinstance(given, Tensor):
-            found.append((name, given.dtype, given.data_ptr() % 16 == 0))
-        elif isinstance(given, int):
-            is_wide = not -(2**31) <= given < 2**31
-            found.append((name, is_wide) if name in general else (name, is_wide, given == 1, given % 16 == 0))
-    return tuple(found)
+    if not isinstance(each, PretendedTensor):
+        return each
+    each.device_.use(each.content)
+    return each.content
 
 
 def _line() -> str:
@@ -301,7 +304,7 @@ def load_device_guard(folder: Path) -> None:
 @contextmanager
 def pretended_device() -> Iterator[PretendedDevice]:
     """A device, for the code in this block; kernels of this project run on it in Triton's interpreter."""
-    from megatron_runtime.gpu import launch
+    from megatron_runtime.gpu import arena, driver_memory, launch
 
     device, plain_tensor, plain_launch = PretendedDevice(), torch.tensor, launch.launch
 
@@ -317,7 +320,7 @@ def pretended_device() -> Iterator[PretendedDevice]:
         here.refuse_host(arguments, "launch")
         name, plain_arguments = kernel.fn.__name__, [_content(each) for each in arguments]
         here.work.launches += 1
-        here.work.variants.add(_variant(kernel, arguments, constants))
+        here.work.variants.add(variant(kernel, plain_arguments, constants))
         if here.capture is not None:
             here.capture.note_kernel(name, lambda: plain_launch(kernel, grid, plain_arguments, **constants))
             return
@@ -326,10 +329,14 @@ def pretended_device() -> Iterator[PretendedDevice]:
             plain_launch(kernel, grid, plain_arguments, **constants)
 
     here = device
-    users = _kernel_users(plain_launch)
-    without_driver = {"_lazy_init": lambda: None, "set_device": lambda _: None}
+    users = kernel_users(plain_launch)
+    without_driver = {"_lazy_init": lambda: None, "set_device": lambda _: None, "synchronize": lambda _=None: None}
     replacing = without_driver | graph_functions(device)
-    with patch.object(torch, "tensor", tensor), patch.multiple(torch.cuda, **replacing):
+    memory = (
+        patch.object(driver_memory, "import_driver", lambda: here.driver),
+        patch.object(arena, "tensor_at", here.tensor_at),
+    )
+    with patch.object(torch, "tensor", tensor), patch.multiple(torch.cuda, **replacing), memory[0], memory[1]:
         replaced = [patch.object(module, "launch", counted_launch) for module in users]
         for each in replaced:
             each.start()
@@ -339,11 +346,3 @@ def pretended_device() -> Iterator[PretendedDevice]:
         finally:
             for each in replaced:
                 each.stop()
-
-
-def _kernel_users(launch: Any) -> list[Any]:
-    """The modules that launch kernels."""
-    from megatron_runtime import gpu
-
-    names = (each.name for each in pkgutil.iter_modules(gpu.__path__, f"{gpu.__name__}."))
-    return [module for module in map(importlib.import_module, names) if getattr(module, "launch", None) is launch]

@@ -28,6 +28,8 @@ class PretendedGraph:
         self.launches: list[Callable[[], None]] = []
         self.kernels: list[str] = []
         """Those launches that are kernels of this project."""
+        self.used: list[Tensor] = []
+        """The memory that its launches use."""
         self._memory: list[Tensor] = []
         self._pool: list[PretendedGraph] = []
 
@@ -78,6 +80,8 @@ class PretendedGraph:
         work.launches += 1
         work.replays += 1
         work.kernels.update(self.kernels)
+        for content in self.used:
+            self.device.use(content)
         with _disable_current_modes():
             for each in self._pool:
                 overwrite(each._memory)
