@@ -41,7 +41,8 @@ STARTER = """
         node.import_image(pathlib.Path(sys.argv[4]))
         namespace = node.make_namespace()
         node.kubectl("-n", namespace, "apply", "-f", "-", input=sys.argv[5])
-        while node.get("pod", "sleeper", "-n", namespace)["status"].get("phase") != "Running":
+        pod = f"/api/v1/namespaces/{namespace}/pods/sleeper"
+        while node.request("GET", pod)["status"].get("phase") != "Running":
             time.sleep(0.2)
         pathlib.Path("pids").write_text(" ".join(map(str, node.processes())))
         time.sleep(600)

@@ -67,7 +67,7 @@ def memory_of(resource: Resource) -> int:
     found: list[dict[str, Any]] = []
 
     def is_measured() -> bool:
-        summary = json.loads(resource.cluster.kubectl("get", "--raw", f"/api/v1/nodes/{node}/proxy/stats/summary"))
+        summary = resource.cluster.request("GET", f"/api/v1/nodes/{node}/proxy/stats/summary")
         pods = [each for each in summary["pods"] if each["podRef"]["name"] == pod]
         ours = [each for each in pods if each["podRef"]["namespace"] == resource.namespace]
         found[:] = [container["memory"] for each in ours for container in each.get("containers", [])]

@@ -23,6 +23,13 @@ RECORDED, EVICTED = "recorded", "evicted"
 
 
 @pytest.fixture
+def operator(shared_operator: OperatorProcess) -> OperatorProcess:
+    """The shared operator does not run in these tests."""
+    shared_operator.stop()
+    return shared_operator
+
+
+@pytest.fixture
 def forgetful(
     chat: Resource, operator: OperatorProcess, installed: Cluster, tmp_path: Path
 ) -> Iterator[OperatorProcess]:

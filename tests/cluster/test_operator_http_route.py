@@ -70,7 +70,7 @@ async def test_a_cluster_without_the_gateway_api_serves_and_gets_the_route_later
     assert condition(status, "Ready")["status"] == "True"
     await chat.patch({"rollout": {"drainTimeout": "1s"}})
     await chat.until(lambda status: status["observedGeneration"] == 2, "another round")
-    events = [event for event in (await chat.get("events"))["items"] if event["reason"] == "ApplyFailed"]
+    events = [event for event in await chat.events("ApplyFailed") if event["reason"] == "ApplyFailed"]
     assert len(events) == 1
     await asyncio.to_thread(gateway_api.install, without_gateway_api)
     await chat.until_found(gateway_api.NAME, "chat", lambda _: True)

@@ -26,7 +26,7 @@ async def test_a_deleted_secret_is_replaced_with_new_keys_and_new_pods(chat: Res
     assert (status["phase"], status["restarts"]) == ("Running", 0)
     # The launcher accepts only the token of the new Secret, so the operator uses it.
     assert set(node.launchers) == {"chat-0-1-0", "chat-1-1-0"}
-    events = [event["reason"] for event in (await chat.get("events"))["items"]]
+    events = [event["reason"] for event in await chat.events("RotatingKeys")]
     assert events.count("RotatingKeys") == 1
 
 

@@ -29,7 +29,7 @@ async def downloads(chat: Resource, count: int = 1, but: Collection[Json] = ()) 
     """The pods that fill the cache besides ``but``, as soon as there are that many."""
     known = {pod["metadata"]["name"] for pod in but}
     while True:
-        listed = (await chat.get("pods", "-l", DOWNLOADS))["items"]
+        listed = (await chat.get("pods", selector=DOWNLOADS))["items"]
         if len(pods := [pod for pod in listed if pod["metadata"]["name"] not in known]) >= count:
             return pods
         await asyncio.sleep(0.2)
@@ -60,7 +60,7 @@ async def test_a_claim_is_filled_once_for_all_pods_and_removed_after_a_change(
     (pod,) = await downloads(chat)
     status = await chat.until(lambda status: reason(status, "Cached") == "CachePending", "the download")
     assert (status["cache"]["phase"], await chat.pods()) == ("Pending", {})
-    (claim,) = await names_of(chat, "pvc")
+    (claim,) = await names_of(chat, "persistentvolumeclaims")
     (volume,) = [each for each in pod["spec"]["volumes"] if each["name"] == "model-cache"]
     assert volume["persistentVolumeClaim"]["claimName"] == claim
     await stage.end_download(pod, 0, {"bytes": 1000, "commit": "c0ffee"})
@@ -71,12 +71,12 @@ async def test_a_claim_is_filled_once_for_all_pods_and_removed_after_a_change(
     await chat.patch({"model": {"source": {"huggingFace": {"revision": "v2"}}}})
     (second,) = await downloads(chat, but=[pod])
     assert set(await chat.pods()) == {FIRST}
-    assert claim in await names_of(chat, "pvc")
+    assert claim in await names_of(chat, "persistentvolumeclaims")
     await stage.end_download(second, 0, {"bytes": 2000, "commit": "c0ffee"})
     await start(stage, (await chat.until_pods(FIRST, SPARE))[SPARE])
     await start(stage, (await chat.until_pods(SPARE, SECOND))[SECOND])
     await chat.until_pods(SECOND)
-    await until_only(chat, "pvc", 1, but={claim})
+    await until_only(chat, "persistentvolumeclaims", 1, but={claim})
     await chat.kubectl("delete", "mi", "chat", "--timeout=60s")
     await until_only(chat, "jobs", 0)
 
@@ -96,7 +96,7 @@ async def test_each_node_is_filled_and_a_failed_download_is_explained(
             ]
         ]
         assert sorted(wanted) == [[node] for node in nodes]
-        assert await names_of(chat, "pvc") == set()
+        assert await names_of(chat, "persistentvolumeclaims") == set()
         done, failing = pods
         await stage.end_download(done, 0, {"bytes": 1000, "commit": "c0ffee"})
         await stage.end_download(failing, 2, {"reason": "CheckpointError", "message": "m.gguf: sha256 is 1"})

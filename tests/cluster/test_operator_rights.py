@@ -103,7 +103,7 @@ async def run_model_cache(cluster: ControlPlane) -> None:
         await model.kubectl("label", "node", node.name, f"kubernetes.io/hostname={node.name}")
         await model.patch({"model": {"cache": {"volumeClaim": None, "hostPath": selected}}})
         await model.until(lambda status: status["cache"].get("filledNodes") == 1, "the cache of the node")
-        while (await model.get("pvc"))["items"]:  # noqa: ASYNC110  # nothing reports it
+        while await model.kubectl("get", "pvc", "-o", "name"):  # noqa: ASYNC110  # nothing reports it
             await asyncio.sleep(0.2)
         await model.kubectl("delete", "mi", "chat")
 

@@ -77,7 +77,7 @@ async def test_an_operator_with_another_default_image_restarts_one_model_after_t
         (pod,) = (await other.until_pods("other-0-1-0")).values()
         assert pod["spec"]["containers"][0]["image"] == image
         assert (await chat.until(lambda status: status["image"] == image, "its image"))["ready"] == "1/1"
-        events = [event["reason"] for event in (await chat.get("events"))["items"]]
+        events = [event["reason"] for event in await chat.events("ImageChanged", "ImageChanged")]
         assert events.count("ImageChanged") == 2
         for model in (chat, other):
             await model.kubectl("delete", "mi", model.name)

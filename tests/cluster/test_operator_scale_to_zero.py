@@ -135,7 +135,7 @@ async def test_requests_start_an_idle_model_and_all_are_answered(
     assert sorted(answer.json()["text"] for answer in answers) == sorted([f"{index}" for index in range(10)] * 2)
     status = await chat.status()
     assert "idleStopTime" not in status
-    assert {"IdleStopped", "Activated"} <= {event["reason"] for event in (await chat.get("events"))["items"]}
+    await chat.events("IdleStopped", "Activated")
     used = list(audit.requests_of(own_control_plane.logs, "activator", chat.namespace))
     assert {request.right for request in used} == RIGHTS
     assert {request.status for request in used} == {200}

@@ -22,7 +22,7 @@ async def test_a_resource_becomes_pods_services_and_a_secret_and_is_ready(chat: 
     assert (condition(status, "Ready")["status"], reason(status)) == ("True", "EngineRunning")
     assert set(await chat.pods()) == {"chat-0-0-0", "chat-1-0-0"}
     assert set(node.launchers) == {"chat-0-0-0", "chat-1-0-0"}
-    services = await chat.get("services", "-l", OURS)
+    services = await chat.get("services", selector=OURS)
     assert {each["metadata"]["name"] for each in services["items"]} == {"chat", "chat-coordinator", "chat-pods"}
     secret = await chat.get("secret", "chat-keys")
     assert set(secret["data"]) == {"coordinator-key", "control-token"}
@@ -36,7 +36,7 @@ async def test_every_child_has_its_owner_and_kopf_adds_no_annotations(chat: Reso
     assert "finalizers" not in owner["metadata"]
     assert set(owner["metadata"].get("annotations", {})) <= {"kubectl.kubernetes.io/last-applied-configuration"}
     for kind in ("pods", "services", "secrets"):
-        for child in (await chat.get(kind, "-l", OURS))["items"]:
+        for child in (await chat.get(kind, selector=OURS))["items"]:
             (reference,) = child["metadata"]["ownerReferences"]
             assert (reference["uid"], reference["controller"]) == (owner["metadata"]["uid"], True)
 
@@ -81,7 +81,7 @@ async def test_kubectl_scale_adds_and_removes_groups(chat: Resource, node: Scrip
     await chat.until_phase("Running")
     await chat.kubectl("scale", "mi", "chat", "--replicas=3")
     await chat.until(lambda status: status["ready"] == "3/3", "three groups")
-    assert (await chat.get("mi/chat"))["spec"]["replicas"] == 3
+    assert (await chat.get("mi", "chat"))["spec"]["replicas"] == 3
     await chat.kubectl("scale", "mi", "chat", "--replicas=1")
     await chat.until_pods("chat-0-0-0")
     await chat.until(lambda status: (status["ready"], status["replicas"]) == ("1/1", 1), "one group")
@@ -116,11 +116,11 @@ async def test_a_settled_resource_is_not_written(chat: Resource, node: ScriptedN
     await chat.create()
     await chat.until_phase("Running")
     deadline = time.monotonic() + 30
-    before, after = "", (await chat.get("mi/chat"))["metadata"]["resourceVersion"]
+    before, after = "", (await chat.get("mi", "chat"))["metadata"]["resourceVersion"]
     while before != after:
         assert time.monotonic() < deadline, "its status is written over and over"
         await asyncio.sleep(1.5)
-        before, after = after, (await chat.get("mi/chat"))["metadata"]["resourceVersion"]
+        before, after = after, (await chat.get("mi", "chat"))["metadata"]["resourceVersion"]
     assert node.launchers["chat-0-0-0"].signals == []
 
 
@@ -167,7 +167,7 @@ async def test_each_transition_has_one_event(chat: Resource) -> None:
     await chat.until_phase("Running")
     await chat.patch({"lifecycle": "Paused"})
     await chat.until_phase("Paused")
-    events = (await chat.get("events"))["items"]
+    events = await chat.events("Paused")
     found = [event["reason"] for event in events if event["involvedObject"]["kind"] == "MegatronInference"]
     assert sorted(found) == ["AttemptStarted", "Available", "Paused"]
     described = await chat.kubectl("describe", "mi", "chat")

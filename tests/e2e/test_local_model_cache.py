@@ -14,9 +14,10 @@ pytestmark = [pytest.mark.model, pytest.mark.timeout(400)]
 
 
 @pytest.fixture
-def hub(smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
-    """A hub with the small model, and an empty cache folder."""
-    with LoopbackHub("owner/model", {smollm2_path.name: smollm2_path.read_bytes()}).serving() as hub:
+def hub(tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
+    """A hub with a tiny model, and an empty cache folder."""
+    files = {path.name: path.read_bytes() for path in sorted(tiny_checkpoint.iterdir())}
+    with LoopbackHub("owner/model", files).serving() as hub:
         monkeypatch.setenv("MEGATRON_CACHE_DIR", str(tmp_path / "cache"))
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
@@ -25,13 +26,12 @@ def hub(smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def model(hub: LoopbackHub, **cache: Any) -> dict[str, Any]:
-    (file,) = hub.files
-    return {"source": {"huggingFace": {"repo": hub.repo, "file": file}}, "cache": cache}
+    return {"source": {"huggingFace": {"repo": hub.repo}}, "cache": cache}
 
 
 def test_the_model_is_downloaded_once_for_all_sessions(start_local, hub: LoopbackHub, tmp_path: Path) -> None:
     for cache in ({"volumeClaim": {"size": "1Gi"}}, {"hostPath": {"path": "/var/models", "nodes": ["a", "b"]}}):
-        command = start_local(models=None, replicas=1, model=model(hub, **cache))
+        command = start_local(models=None, replicas=1, frontend={"replicas": 1}, model=model(hub, **cache))
         command.wait_for("ready replicas: 1/1|Available: ")
         command.signal(signal.SIGTERM)
         assert command.exit_code() == 0

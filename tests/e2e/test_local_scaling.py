@@ -75,10 +75,10 @@ def load_on(url: str) -> Iterator[Load]:
         load.end()
 
 
-def generated_by_group(command: Any) -> dict[str, int]:
+def generated_by_group(command: Any, http: httpx.Client) -> dict[str, int]:
     """Generated tokens of each replica group, from the leader's metrics."""
     leader = re.findall(r"pod smollm2-0-\d+-0: \S+ at (127\.[\d.]+)", command.text)[-1]
-    text = httpx.get(f"http://{leader}:9001/metrics", trust_env=False).text
+    text = http.get(f"http://{leader}:9001/metrics").text
     return {
         group: int(float(count))
         for group, count in re.findall(r'replica_group_generation_tokens_total\{replica_group="(\d+)"\} (\S+)', text)
@@ -96,10 +96,10 @@ def test_new_replica_groups_get_requests_and_removed_ones_lose_none(
         routing={"policy": "LoadBalanced"},
     )
     command.wait_for("ready replicas: 1/1")
-    with load_on(command.url) as load:
+    with httpx.Client(trust_env=False) as http, load_on(command.url) as load:
         wait_until(lambda: len(load.answers) >= CLIENTS, "answers of one copy")
         command.wait_for("ready replicas: 2/2", after=command.edit(replicas=2))
-        wait_until(lambda: generated_by_group(command).get("1", 0) > 0, "requests at the copy that came")
+        wait_until(lambda: generated_by_group(command, http).get("1", 0) > 0, "requests at the copy that came")
         after = command.edit(replicas=1)
         for pod in range(pods):
             command.wait_for(rf"pod smollm2-1-0-{pod}: gone", after=after)

@@ -1,4 +1,4 @@
-"""The distribution of tests to the workers of pytest-xdist: by file, the longest first.
+"""The distribution of tests to the workers of pytest-xdist: by file, the longest first, those that wait beside others.
 
 The tests of a file run on one worker, in order, because they share the fixtures of their module. Files that must not
 run in parallel are one unit too. They are listed here: pytest 9.2 ignores the group that pytest-xdist 3.8 appends to
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import pytest
 from xdist.scheduler import LoadFileScheduling
+from xdist.workermanage import WorkerController
 
 MACHINE = (
     "tests/cluster/test_node.py",
@@ -38,16 +39,28 @@ LONG = (
 
 Those of the cluster come after the others, because their shared control plane runs to the end.
 """
+CLUSTER = "tests/cluster/"
 
 
 class FileScheduling(LoadFileScheduling):
-    """A unit of work is a file or a group of files; units start in the order of the collection."""
+    """A unit of work is a file or a group of files; units start in the order of the collection.
+
+    The first worker begins with the files of the cluster, which wait for most of their time, and the others with the
+    rest, which compute: a core has work while a test waits, and fewer workers start a control plane. A worker takes
+    units of the other kind when none of its own kind is left.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        if nodeid.startswith("tests/cluster/") and os.environ.get("MEGATRON_TEST_USE_KUBECONFIG", "0") not in ("", "0"):
-            return "cluster"  # a given cluster has room for one operator
+        if nodeid.startswith(CLUSTER) and os.environ.get("MEGATRON_TEST_USE_KUBECONFIG", "0") not in ("", "0"):
+            return CLUSTER  # a given cluster has room for one operator
         file = nodeid.partition("::")[0]
         return "machine" if file in MACHINE else file
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        is_first = node.gateway.id == "gw0"
+        own = (scope for scope in self.workqueue if scope.startswith(CLUSTER) == is_first)
+        self.workqueue.move_to_end(next(own, next(iter(self.workqueue))), last=False)
+        super()._assign_work_unit(node)
 
 
 def longest_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:

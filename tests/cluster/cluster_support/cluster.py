@@ -123,12 +123,14 @@ class Cluster:
                 return None
             raise
 
-    def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def request(
+        self, method: str, path: str, body: dict[str, Any] | None = None, content_type: str = "application/json"
+    ) -> dict[str, Any]:
         """The parsed response. Raises RequestRefusedError.
 
         Requests share connections, which is faster than a kubectl process per request.
         """
-        headers = {"Accept": "application/json", "Content-Type": "application/json"}
+        headers = {"Accept": "application/json", "Content-Type": content_type}
         words = self._api.param_serialize(method, path, header_params=headers, body=body, auth_settings=["BearerToken"])
         response = self._api.call_api(*words, _request_timeout=20)
         text = response.read().decode()

@@ -1,5 +1,6 @@
 """Fixtures of the tests on a real node, imported by tests/cluster/conftest.py."""
 
+import asyncio
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 from cluster_support import binaries
 from cluster_support.binaries import Source
-from cluster_support.cluster import Cluster, wait_until
+from cluster_support.cluster import Cluster
 from cluster_support.errors import ClusterSupportError
 from cluster_support.helm import find_helm
 from cluster_support.progress import Say, say_at_once
@@ -15,7 +16,7 @@ from node_support import requirements
 from node_support.node import Node
 from node_support.prepared import BUILT, Prepared
 from node_support.stage import OPERATOR_VARIABLE, RUNTIME_VARIABLE, Images, Stage
-from operator_support.resource import Resource
+from operator_support.resource import Json, Resource
 
 PREPARED = pytest.StashKey["Prepared | str"]()
 
@@ -91,10 +92,9 @@ def sample(real_stage: Stage, stage_namespace: str) -> Resource:
     path = Path(__file__).parents[3] / "manifests/samples/smollm2.yaml"
     real_stage.cluster.kubectl("-n", stage_namespace, "apply", "--validate=false", "-f", str(path))
     resource = Resource(real_stage.cluster, stage_namespace, "smollm2")
-    wait_until(lambda: _is_running(resource), f"the sample in {stage_namespace} to run", 240, every=0.5)
+    asyncio.run(resource.until(_is_running, "the sample to run", within=240))
     return resource
 
 
-def _is_running(resource: Resource) -> bool:
-    status = resource.cluster.get("mi", resource.name, "-n", resource.namespace).get("status", {})
+def _is_running(status: Json) -> bool:
     return status.get("phase") == "Running" and status.get("ready") == "2/2"

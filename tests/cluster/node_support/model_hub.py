@@ -46,7 +46,8 @@ class ModelHub:
         variables = [{"name": "HF_ENDPOINT", "value": f"http://{self._address}:8080"}]
         source = {"huggingFace": {"repo": "owner/model", "file": Path(MODEL).name}}
         await resource.create(
-            model={"source": source, "cache": cache, "servedName": "smollm2"},
+            # Of float32, for which the image has compiled kernels.
+            model={"source": source, "cache": cache, "servedName": "smollm2", "dtype": "float32"},
             engine={"kvCacheMemory": "64Mi"},
             podTemplate={"spec": {"containers": [{"name": "megatron", "env": variables}]}},
         )

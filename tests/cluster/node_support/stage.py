@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from chart_support.helm import CHART, NAMESPACE, RELEASE, Helm
 from cluster_support.cluster import Cluster, wait_until
@@ -56,8 +57,8 @@ class Stage:
 
     def operator_pods(self) -> list[str]:
         """The names of the operator's pods, including terminating ones."""
-        words = ("-n", NAMESPACE, "get", "pods", "-l", OPERATOR_SELECTOR, "-o", "name")
-        return self.cluster.kubectl(*words).split()
+        path = f"/api/v1/namespaces/{NAMESPACE}/pods?labelSelector={quote(OPERATOR_SELECTOR)}"
+        return [pod["metadata"]["name"] for pod in self.cluster.request("GET", path)["items"]]
 
     def run_in_pod(self, namespace: str, script: str, *words: str, seconds: float = 100) -> str:
         """Runs a Python script in a pod with the operator's image; returns its output."""
@@ -79,7 +80,7 @@ class Stage:
             self.cluster.kubectl("-n", namespace, "delete", "pod", "asker", "--grace-period=0", "--force")
 
     def _phase(self, namespace: str) -> str:
-        return str(self.cluster.get("pod", "asker", "-n", namespace)["status"].get("phase"))
+        return str(self.cluster.request("GET", f"/api/v1/namespaces/{namespace}/pods/asker")["status"].get("phase"))
 
     def _helm(self, verb: str, *flags: str) -> None:
         repository, _, tag = self.images.operator.rpartition(":")

@@ -1,7 +1,7 @@
 """Raw access to the API server, for simulated parts of a cluster."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -55,6 +55,17 @@ class Api:
         except ApiFailure as failure:
             if failure.status not in (404, 409):
                 raise
+
+    async def changes(self, path: str) -> AsyncIterator[None]:
+        """A watch of the objects: at least one item for what exists, and one after each change. Ends with the watch."""
+        api: client.ApiClient = self._client
+        words = await api.param_serialize("GET", f"{path}?watch=true", auth_settings=["BearerToken"])
+        response = (await api.call_api(*words, _request_timeout=3600)).response
+        try:
+            async for _ in response.content.iter_any():
+                yield
+        finally:
+            response.close()
 
     async def _request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, content_type: str = "application/json"

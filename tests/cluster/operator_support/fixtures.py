@@ -55,9 +55,10 @@ def shared_operator(installed: Cluster, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture
-def operator(shared_operator: OperatorProcess) -> OperatorProcess:
-    """The same while it runs. A test that stops it need not start it again."""
-    shared_operator.ensure_started()
+def operator(shared_operator: OperatorProcess, request: pytest.FixtureRequest) -> OperatorProcess:
+    """The same while it runs, unless ``confined`` replaces it. A test that stops it need not start it again."""
+    if "confined" not in request.fixturenames:
+        shared_operator.ensure_started()
     return shared_operator
 
 

@@ -34,12 +34,14 @@ class SimulatedNode(ABC):
         self.name = f"node-{uuid.uuid4().hex[:8]}"
         self.pods_path = f"/api/v1/namespaces/{namespace}/pods"
         self.failure: BaseException | None = None
+        self._changed = asyncio.Event()
+        """Something may have happened to the pods since the last look."""
         self._known: dict[str, Json] = {}
         self._endings: dict[str, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> Self:
         await self._register()
-        self._tasks = [asyncio.create_task(self._turns()), asyncio.create_task(self._beat())]
+        self._tasks = [asyncio.create_task(each) for each in (self._watch(), self._turns(), self._beat())]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -93,15 +95,27 @@ class SimulatedNode(ABC):
             with contextlib.suppress(Exception):  # a test may stop the API server
                 await self.api.merge(f"{LEASES}/{self.name}", {"spec": {"renewTime": now()}})
 
+    async def _watch(self) -> None:
+        """The watch only says when to look: a list at each turn would take several percent of a core."""
+        while True:
+            with contextlib.suppress(Exception):  # a test may stop the API server
+                async for _ in self.api.changes(self.pods_path):
+                    self._changed.set()
+            self._changed.set()
+            await asyncio.sleep(TURN)
+
     async def _turns(self) -> None:
+        self._changed.set()
         while True:
             try:
-                await self._look()
+                if self._changed.is_set():
+                    self._changed.clear()
+                    await self._look()
                 await self.turn()
             except ApiFailure:
-                pass  # a race with a deletion
+                self._changed.set()  # a race with a deletion
             except OSError:
-                pass  # the test has stopped the API server
+                self._changed.set()  # the test has stopped the API server
             except Exception as error:
                 self.failure = error
                 raise
@@ -113,12 +127,14 @@ class SimulatedNode(ABC):
             if is_deleted(pod):
                 self.relabel(pod)
                 self._end(uid, pod)
-            elif uid not in self._known and self.fits(pod):
+            elif uid in self._known:
+                self.relabel(pod)
+            elif self.fits(pod):
                 self._known[uid] = pod
                 await self._bind(pod)
                 await self._start(pod)
-            elif uid in self._known:
-                self.relabel(pod)
+            else:
+                self._changed.set()  # it may fit at the next look
         for uid in self._known.keys() - pods.keys() - self._endings.keys():
             await self.stop(self._known.pop(uid), 0)
 

@@ -1,13 +1,19 @@
-"""A MegatronInference, accessed through kubectl."""
+"""A MegatronInference and the objects of its namespace."""
 
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from cluster_support.cluster import Cluster
 from cluster_support.errors import NotReadyError
+from operator_support import gang_api
+from operator_support.api import MERGE
+
+from megatron_operator import names
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -15,16 +21,23 @@ CORE, NETWORKING, GATEWAY = "/api/v1", "/apis/networking.k8s.io/v1", "/apis/gate
 INFERENCE = "/apis/inference.networking.k8s.io/v1"
 KINDS = (
     (CORE, "endpoints", "endpoints"),
+    (CORE, "event", "events"),
+    (CORE, "persistentvolumeclaim", "persistentvolumeclaims"),
     (CORE, "pod", "pods"),
     (CORE, "secret", "secrets"),
     (CORE, "service", "services"),
     (GATEWAY, "httproutes.gateway.networking.k8s.io", "httproutes"),
     (INFERENCE, "inferencepools.inference.networking.k8s.io", "inferencepools"),
+    ("/apis/batch/v1", "job", "jobs"),
     (NETWORKING, "ingress", "ingresses"),
     (NETWORKING, "networkpolicy", "networkpolicies"),
     ("/apis/inference.megatron.dev/v1alpha1", "mi", "megatroninferences"),
 )
-PATHS = {word: (prefix, plural) for prefix, singular, plural in KINDS for word in (singular, plural)}
+GANG_KINDS = [(f"/apis/{version}", gang_api.plural(kind)) for kind, version in names.GANG_KINDS.items()]
+PATHS = {
+    **{word: (prefix, plural) for prefix, singular, plural in KINDS for word in (singular, plural)},
+    **{word: (prefix, word.partition(".")[0]) for prefix, word in GANG_KINDS},
+}
 """Paths of the API server by kubectl's names of kinds."""
 
 
@@ -54,22 +67,41 @@ class Resource:
         await self.kubectl("apply", "-f", "-", input=json.dumps(resource))
 
     async def create(self, **spec: Any) -> None:
-        await self.apply(manifest(self.name, **spec))
+        """Creates it by a request, which takes a tenth of the processor time of a kubectl process."""
+        body = manifest(self.name, **spec)
+        await self._request("POST", f"{self._path('mi')}?fieldValidation=Strict", body)
 
     async def patch(self, spec: Mapping[str, Any]) -> None:
-        await self.kubectl("patch", "mi", self.name, "--type=merge", "-p", json.dumps({"spec": spec}))
+        """Merges into its spec."""
+        path = f"{self._path('mi')}/{self.name}?fieldValidation=Strict"
+        await self._request("PATCH", path, {"spec": dict(spec)}, MERGE)
 
-    async def get(self, *args: str) -> Json:
-        """`kubectl get` in the namespace, parsed."""
-        found: Json = json.loads(await self.kubectl("get", "-o", "json", *args))
-        return found
+    async def get(self, kind: str, name: str = "", *, selector: str = "") -> Json:
+        """An object, or the list of those with these labels. Raises RequestRefusedError."""
+        words = f"/{name}" if name else f"?labelSelector={quote(selector)}"
+        return await self._request("GET", f"{self._path(kind)}{words}")
 
     async def look(self, kind: str, name: str = "") -> Json | None:
         """An object, or the list of objects with the resource's label; None if it does not exist."""
-        prefix, plural = PATHS[kind]
-        path = f"{prefix}/namespaces/{self.namespace}/{plural}"
         query = f"/{name}" if name else f"?labelSelector=inference.megatron.dev%2Fname%3D{self.name}"
-        return await asyncio.to_thread(self.cluster.read, f"{path}{query}")
+        return await asyncio.to_thread(self.cluster.read, f"{self._path(kind)}{query}")
+
+    def _path(self, kind: str) -> str:
+        prefix, plural = PATHS[kind]
+        return f"{prefix}/namespaces/{self.namespace}/{plural}"
+
+    async def _request(self, *words: Any) -> Json:
+        return await asyncio.to_thread(self.cluster.request, *words)
+
+    async def events(self, *expected: str) -> list[Json]:
+        """The events in the namespace, once these reasons are among them; the operator writes events after a status."""
+
+        async def reasons() -> Counter[str]:
+            return Counter(event["reason"] for event in (await self.get("events"))["items"])
+
+        wanted = Counter(expected)
+        await _poll(reasons, lambda found: found >= wanted, lambda found: f"events {expected}; there are: {found}", 20)
+        return list((await self.get("events"))["items"])
 
     async def status(self) -> Json:
         found = await self.look("mi", self.name)
@@ -123,12 +155,16 @@ class Resource:
 async def _poll(
     look: Callable[[], Awaitable[T]], is_so: Callable[[T], bool], describe: Callable[[T], str], within: float
 ) -> T:
-    """The result of ``look`` as soon as the condition holds. Raises NotReadyError with the last result."""
-    deadline = time.monotonic() + within
+    """The result of ``look`` as soon as the condition holds. Raises NotReadyError with the last result.
+
+    The longer it waits, the less often it looks: ten looks a second take 4 % of a core.
+    """
+    began = time.monotonic()
     while not is_so(found := await look()):
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - began
+        if waited > within:
             raise NotReadyError(f"timeout after {within:.0f} s: waited for {describe(found)}")
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(min(0.1 + waited / 20, 0.5))
     return found
 
 
