@@ -39,6 +39,11 @@ class TimedRanks:
         """As that of the ranks."""
         return self._ranks.has_logits
 
+    @property
+    def samples_for_all(self) -> bool:
+        """As in Ranks."""
+        return self._ranks.samples_for_all
+
     def supervise(self, work: Callable[[], T], timeout: float | None = None) -> T:
         """Not counted itself: the work computes."""
         return self._ranks.supervise(work, timeout)

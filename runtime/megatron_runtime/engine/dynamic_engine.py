@@ -49,12 +49,11 @@ class DynamicInferenceEngine(RunningEngine):
         self.context = context
         self.tokenizer = controller.tokenizer
         self.config = context.config
-        sizes = controller.model.ranks.position.sizes
+        ranks = controller.model.ranks
         limits = context.limits.of_passes(
             chunked_prefill=self.config.enable_chunked_prefill,
-            passes_in_flight=sizes.pipeline,
-            # On GPUs each rank measures the passes that it samples itself.
-            shares_times=sizes.ranks_per_replica_group == 1 or context.device.type == "cpu",
+            passes_in_flight=ranks.position.sizes.pipeline,
+            shares_times=ranks.samples_for_all,
         )
         self.scheduler = Scheduler(limits, context.allocator)
         self.adapters = EngineAdapters(controller.model, context.device, self.config, lambda: self._requests.adapters)

@@ -79,6 +79,11 @@ class MultipleRanks:
             return self.position.computes_logits
         return self.position.samples
 
+    @property
+    def samples_for_all(self) -> bool:
+        """As in Ranks."""
+        return not self._collectives.gathers_to_all
+
     def share_inbox(self, inbox: bytes | None) -> bytes:
         """As in Ranks."""
         if inbox is not None:

@@ -42,6 +42,13 @@ class Ranks(Protocol):
         """
         ...
 
+    @property
+    def samples_for_all(self) -> bool:
+        """Whether all ranks of the replica group get each output from the rank that samples; otherwise those with the
+        logits sample themselves.
+        """
+        ...
+
     def share_inbox(self, inbox: bytes | None) -> bytes:
         """The argument of the first rank, on all ranks; the others pass None, and wait.
 

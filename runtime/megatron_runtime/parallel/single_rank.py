@@ -30,6 +30,7 @@ class SingleRank:
     """The `Ranks` of a replica group with one rank. It creates no process group."""
 
     has_logits = True
+    samples_for_all = True
 
     def __init__(self, replica_group: int = 0) -> None:
         self.position = RankPosition(ParallelSizes(), 0, replica_group)

@@ -149,10 +149,10 @@ def assert_same_as_alone(
     assert (results[0]["too long"], results[0]["aborted"]) == ("FAILED", "abort")
     assert all(rank["stats"] == results[0]["stats"] for rank in results)
     # Each stage has a pass: the first step begins one with the first request, the next step one with the other. A draft
-    # model drafts the second token of both.
-    in_step = 0 if sizes.pipeline > 1 else 2 if draft is None else 4
-    assert results[0]["tokens of a step"] == in_step
-    assert results[0]["tokens before a pause"] == max(in_step, 1)
+    # model may draft the second token of both: the times of earlier passes decide.
+    in_step = {0} if sizes.pipeline > 1 else {2} if draft is None else {2, 3, 4}
+    assert results[0]["tokens of a step"] in in_step
+    assert results[0]["tokens before a pause"] in {max(each, 1) for each in in_step}
     return results
 
 
