@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from runtime_support import model_scenarios
+from runtime_support.family_models import MINISTRAL_3_ROPE, PARTIAL
 from runtime_support.model_scenarios import Answers
 from runtime_support.rank_processes import run_ranks
 from runtime_support.reference_models import assert_most_likely
@@ -103,7 +104,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {}),
     "mistral": ("Mistral", {"sliding_window": 7}),
+    "ministral 3": ("Ministral3", {"head_dim": 8, "rope_parameters": MINISTRAL_3_ROPE}),
+    "falcon 3": ("Llama", {"head_dim": 16}),
     "phi3": ("Phi3", {}),
+    "phi-4-mini": ("Phi3", {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": PARTIAL}),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
     "granite": ("Granite", {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}),
     "olmo2": ("Olmo2", {}),
@@ -175,7 +179,7 @@ LAYOUTS: dict[str, tuple[ParallelSizes, list[str]]] = {
     ),
     "expert 4, tensor 2, pipeline 2": (ParallelSizes(tensor=2, pipeline=2, expert=4), WITH_SHARED_EXPERTS),
 }
-LONG, SHORT = repeated(24, 64), 4
+LONG, SHORT = repeated(24, 64), repeated(4, 64)
 """Steps of the first model of a layout and of those with shared experts, and of the others."""
 OF_RECURRENT = 64
 

@@ -111,6 +111,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}},
     ),
+    "falcon 3": (
+        "Llama",
+        {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1000042.0}, "rms_norm_eps": 1e-6},
+    ),
     "mistral with a sliding window": ("Mistral", {"sliding_window": 7, "head_dim": 8}),
     "mistral without a window": ("Mistral", {"sliding_window": None, "head_dim": 8}),
     "ministral": ("Ministral", {"sliding_window": 7, "head_dim": 8, "layer_types": LAYER_TYPES}),
@@ -141,6 +145,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 6},
     ),
     "phi3": ("Phi3", {}),
+    "phi-4": ("Phi3", {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 250000.0}}),
+    "phi-4-mini": ("Phi3", {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": PARTIAL}),
     "phi3 with a window": ("Phi3", {"sliding_window": 7}),
     "phi3 that rotates a part of each head": ("Phi3", {"head_dim": 8, "rope_parameters": PARTIAL}),
     "phi3 with longrope within its original length": (
