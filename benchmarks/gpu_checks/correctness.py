@@ -210,10 +210,12 @@ def on_device(model: Decoder) -> Decoder:
     return there
 
 
-def same_tokens(name: str, found: list[list[int]], expected: list[list[int]]) -> Result:
-    """The row of an engine's tokens beside those of the CPU."""
+def same_tokens(
+    name: str, found: list[list[int]], expected: list[list[int]], origin: str = "those of the CPU"
+) -> Result:
+    """The row of an engine's tokens beside others, whose ``origin`` it names."""
     words = "equal" if found == expected else f"{found} instead of {expected}"
-    return Result(name, words, "those of the CPU", is_wrong=found != expected)
+    return Result(name, words, origin, is_wrong=found != expected)
 
 
 def check_engine(model: Decoder, kind_of_model: str = "") -> Iterator[Result]:

@@ -14,8 +14,9 @@ from unittest.mock import patch
 import torch
 from runtime_support.byte_backend import END, byte_backend
 
+from gpu_checks.random_models import random_model
 from gpu_checks.results import Check, Result, Sizes, free_memory
-from gpu_checks.speed import random_model, wait
+from gpu_checks.speed import wait
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.model.decoder import Decoder

@@ -21,8 +21,9 @@ from gpu_checks.correctness import (
     same_tokens,
     small_model,
 )
+from gpu_checks.random_models import bytes_read, random_model
 from gpu_checks.results import DEVICE, Check, Result, Sizes, free_memory
-from gpu_checks.speed import bytes_read, copied_bytes_per_second, decode, prefill, products_per_second, random_model
+from gpu_checks.speed import copied_bytes_per_second, decode, prefill, products_per_second
 from megatron_runtime.model.kv_cache import FLOAT8
 
 FP8 = {"kv_cache_dtype": "fp8"}

@@ -14,16 +14,9 @@ from torch.nn import functional
 
 from gpu_checks.correctness import SAMPLERS, compared, generate, same_bits, same_tokens, small_model
 from gpu_checks.mixtures import measure_passes, random_case
+from gpu_checks.random_models import bytes_read, random_model, weight_bytes
 from gpu_checks.results import DEVICE, Check, Result, Sizes, free_memory
-from gpu_checks.speed import (
-    bytes_read,
-    copied_bytes_per_second,
-    decode,
-    prefill,
-    products_per_second,
-    random_model,
-    seconds,
-)
+from gpu_checks.speed import copied_bytes_per_second, decode, prefill, products_per_second, seconds
 from megatron_runtime.gpu.experts import TILE_ROWS
 from megatron_runtime.gpu.graphs import GraphRecorder
 from megatron_runtime.model.decoder import Decoder
@@ -145,11 +138,11 @@ def measure_model(sizes: Sizes, kind: str, group: int | None) -> Iterator[Result
     free_memory(has_gpu=sizes.has_gpu)
     bandwidth, flops = copied_bytes_per_second(sizes), products_per_second(sizes)
     model = random_model(sizes)
-    expanded = sum(each.numel() * each.element_size() for each in model.parameters())
+    expanded = weight_bytes(model)
     needed = bytes_read(model)
     quantize_linears(model.layers, group)
     free_memory(has_gpu=sizes.has_gpu)
-    kept = sum(each.numel() * each.element_size() for each in model.parameters())
+    kept = weight_bytes(model)
     yield Result(f"fp8, scales of {kind}: weights", f"{kept / 1e9:.4g} GB, {kept / expanded:.1%} of expanded ones")
     read = bytes_read(model)
     results = [prefill(model, sizes, needed, flops)]

@@ -9,11 +9,12 @@ from functools import partial
 import torch
 from runtime_support.byte_backend import END, byte_backend
 
+from gpu_checks.correctness import same_tokens
+from gpu_checks.random_models import random_model, weight_bytes
 from gpu_checks.results import DEVICE, Check, Result, Sizes
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.gpu import driver_memory
-from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
@@ -42,9 +43,7 @@ def check_suspended(model: Decoder, sizes: Sizes) -> Result:
 @torch.inference_mode()
 def check_addresses(sizes: Sizes) -> Iterator[Result]:
     """Tokens around a suspension, with the graphs and the addresses of before, and the memory meanwhile."""
-    model = Decoder(ModelConfig(**(sizes.model | {"num_layers": LAYERS})), dtype=sizes.dtype, device=DEVICE)
-    for weight in model.parameters():
-        weight.data.fill_(1.0) if weight.dim() == 1 else weight.data.normal_(std=0.02)
+    model = random_model(sizes, num_layers=LAYERS)
     if (obstacle := driver_memory.obstacle(model.device)) is not None:
         yield Result("suspension: addresses", obstacle, "kept", is_wrong=True)
         return
@@ -57,9 +56,8 @@ def check_addresses(sizes: Sizes) -> Iterator[Result]:
         max_requests=2,
     )
     expected = generate(engine)
-    weights = sum(each.numel() * each.element_size() for each in model.parameters())
     graphs, before, captured = list(graphs_of(engine)), addresses(engine), engine.capture_stats
-    size, results = weights + engine.context.kv_cache.num_bytes, []
+    size, results = weight_bytes(model) + engine.context.kv_cache.num_bytes, []
 
     def suspend() -> None:
         results.append(suspended(engine, size, "suspension: memory given back", sizes))
@@ -71,8 +69,7 @@ def check_addresses(sizes: Sizes) -> Iterator[Result]:
     kept = [*map(id, graphs)] == [*map(id, graphs_of(engine))] and engine.capture_stats is captured
     words = f"{len(graphs)} graphs {'kept' if kept else 'captured again'}"
     yield Result("suspension: CUDA graphs", words, "kept", is_wrong=not kept or not graphs)
-    words = "equal" if found == expected else f"{found} instead of {expected}"
-    yield Result("suspension: tokens", words, "those without it", is_wrong=found != expected)
+    yield same_tokens("suspension: tokens", found, expected, "those without it")
 
 
 def make_engine(model: Decoder, sizes: Sizes, **options: object) -> DynamicInferenceEngine:

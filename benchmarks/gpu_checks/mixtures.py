@@ -11,8 +11,9 @@ import torch
 from gpu_support.mixture import MixtureCase
 
 from gpu_checks.correctness import check_engine, compared, small_model
+from gpu_checks.random_models import random_model
 from gpu_checks.results import DEVICE, Check, Result, Sizes, free_memory
-from gpu_checks.speed import copied_bytes_per_second, decode, prefill, products_per_second, random_model
+from gpu_checks.speed import copied_bytes_per_second, decode, prefill, products_per_second
 from megatron_runtime.gpu import experts
 from megatron_runtime.model.config import ExpertsConfig
 from megatron_runtime.model.decoder import Decoder

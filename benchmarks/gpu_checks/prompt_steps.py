@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from runtime_support.byte_backend import END, byte_backend
 
+from gpu_checks.random_models import random_model
 from gpu_checks.results import Check, Result, Sizes
-from gpu_checks.speed import random_model
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.model.decoder import Decoder

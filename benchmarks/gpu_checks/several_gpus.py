@@ -16,9 +16,9 @@ import torch
 from gpu_support.small_engine import generate, random_decoder, small_engine
 
 from gpu_checks.engine_speed import GREEDY, SAMPLED, abort_requests, load_of, make_engine, timed_steps
+from gpu_checks.random_models import random_model
 from gpu_checks.results import Check, Result, Sizes, free_memory
 from megatron_runtime.errors import LostRankError
-from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.refit import update_weights
 from megatron_runtime.parallel.join import join_replica_group
@@ -144,7 +144,7 @@ def _tokens(model: Decoder, device: str, params: dict[str, Any]) -> list[list[in
 
 def _step_seconds(sizes: Sizes, ranks: Ranks, device: str) -> dict[int, float]:
     """By batch, with random weights of the measured model."""
-    model, load = _random_part(sizes, ranks, device), load_of(sizes)
+    model, load = random_model(sizes, device=device, ranks=ranks), load_of(sizes)
     engine = make_engine(model, sizes, load)
     found = {}
     for batch in load.batches:
@@ -156,14 +156,7 @@ def _step_seconds(sizes: Sizes, ranks: Ranks, device: str) -> dict[int, float]:
 
 def _go_on(sizes: Sizes, ranks: Ranks, device: str) -> None:
     """One request after the other, until a rank is lost."""
-    engine = small_engine(_random_part(sizes, ranks, device), num_cuda_graphs=-1)
+    engine = small_engine(random_model(sizes, device=device, ranks=ranks), num_cuda_graphs=-1)
     params = SamplingParams(temperature=0.0, ignore_eos=True, num_tokens_to_generate=100)
     while True:
         engine.generate([[1, 2, 3]], params)
-
-
-def _random_part(sizes: Sizes, ranks: Ranks, device: str) -> Decoder:
-    model = Decoder(ModelConfig(**sizes.model), dtype=sizes.dtype, device=device, ranks=ranks)
-    for weight in model.parameters():
-        weight.data.fill_(1.0) if weight.dim() == 1 else weight.data.normal_(std=0.02)
-    return model

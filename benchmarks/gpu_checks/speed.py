@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from gpu_checks import latent_attention, memory
+from gpu_checks.random_models import bytes_read, random_model
 from gpu_checks.results import DEVICE, Check, Result, Sizes
 from megatron_runtime.gpu.graphs import GraphRecorder
 from megatron_runtime.gpu.sampling import row_max
-from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
@@ -50,11 +50,6 @@ def measure(sizes: Sizes) -> Iterator[Result]:
         yield replace(result, name=f"batch-invariant: {result.name}")
 
 
-def bytes_read(model: Decoder) -> int:
-    """By a pass: the weights without the embedding, of which it reads few rows."""
-    return sum(each.numel() * each.element_size() for name, each in model.named_parameters() if "embed" not in name)
-
-
 def seconds(work: Callable[[], object], sizes: Sizes) -> float:
     """Of one call, the fastest of several after a warm-up."""
     work()
@@ -85,14 +80,6 @@ def products_per_second(sizes: Sizes) -> float:
     """Additions and multiplications of a product of square matrices."""
     one = torch.randn(sizes.matrix, sizes.matrix, dtype=sizes.dtype, device=DEVICE)  # of ones, it is a tenth faster
     return 2 * sizes.matrix**3 / seconds(lambda: one @ one, sizes)
-
-
-def random_model(sizes: Sizes) -> Decoder:
-    """On the device."""
-    model = Decoder(ModelConfig(**sizes.model), dtype=sizes.dtype, device=DEVICE)
-    for weight in model.parameters():
-        weight.data.fill_(1.0) if weight.dim() == 1 else weight.data.normal_(std=0.02)
-    return model
 
 
 def decode(

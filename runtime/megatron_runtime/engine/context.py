@@ -209,19 +209,21 @@ class DynamicInferenceContext:
     def forward_batch(self, slices: Slices[SequenceSlice]) -> ForwardBatch:
         """The flat batch of slices of running sequences, which own the blocks that they need."""
         flat = FlatSlices.of(slices, self.block_tables)
+        tables = HostTables(
+            flat.query_starts.astype(np.int32),
+            flat.contexts.astype(np.int32),
+            self.block_tables.padded(flat.rows, flat.contexts),
+        )
         arrays: dict[str, NDArray[np.generic]] = {
             "tokens": flat.tokens,
             "positions": flat.positions,
             "slots": flat.slots,
-            "query_starts": flat.query_starts.astype(np.int32),
-            "context_lengths": flat.contexts.astype(np.int32),
-            "block_tables": self.block_tables.padded(flat.rows, flat.contexts),
+            **tables._asdict(),
             "logit_rows": _logit_rows(slices, flat.query_starts),
         }
         if self.has_states:
             arrays["state_slots"] = flat.rows.astype(np.int64)
-        here = HostTables(**{name: arrays[name].astype(np.int32, copy=False) for name in HostTables._fields})
-        return ForwardBatch(**on_device(arrays, self.device), adapters=self._adapter_rows(slices), host_tables=here)
+        return ForwardBatch(**on_device(arrays, self.device), adapters=self._adapter_rows(slices), host_tables=tables)
 
     def _adapter_rows(self, slices: Slices[SequenceSlice]) -> AdapterRows | None:
         if all(part.sequence.adapter is None for part in slices):

@@ -33,6 +33,7 @@ class _Pass:
     """The requests of the slices."""
     output: PendingOutput
     started: float
+    """When it began, by the context's clock."""
 
 
 class PassRunner:

@@ -96,12 +96,18 @@ class Resource:
     async def events(self, *expected: str) -> list[Json]:
         """The events in the namespace, once these reasons are among them; the operator writes events after a status."""
 
-        async def reasons() -> Counter[str]:
-            return Counter(event["reason"] for event in (await self.get("events"))["items"])
+        async def look() -> list[Json]:
+            return list((await self.get("events"))["items"])
+
+        def reasons(found: list[Json]) -> Counter[str]:
+            return Counter(event["reason"] for event in found)
 
         wanted = Counter(expected)
-        await _poll(reasons, lambda found: found >= wanted, lambda found: f"events {expected}; there are: {found}", 20)
-        return list((await self.get("events"))["items"])
+        return await _poll(
+            *(look, lambda found: reasons(found) >= wanted),
+            lambda found: f"events {expected}; there are: {reasons(found)}",
+            20,
+        )
 
     async def status(self) -> Json:
         found = await self.look("mi", self.name)

@@ -226,18 +226,12 @@ def stray(rank: int, sizes: ParallelSizes, port: int, path: Path) -> str:
     """A rank that has changed its schedule on its own."""
     ranks = join(sizes, rank, port, timeout=5.0)
     engine = build(path, ranks)
-    try:
-        if rank:
-            engine.add_request(77, [1, 2, 3, 4, 5], SamplingParams(num_tokens_to_generate=4))
-            engine.scheduler.schedule()
-            engine.abort_request(77)
-            engine.add_request(78, [1], SamplingParams(num_tokens_to_generate=4))
-            run_follower(engine, ranks)
-        else:
-            serve(LockStepEngine(engine, ranks))
-    except (LockStepError, LostRankError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    if rank:
+        engine.add_request(77, [1, 2, 3, 4, 5], SamplingParams(num_tokens_to_generate=4))
+        engine.scheduler.schedule()
+        engine.abort_request(77)
+        engine.add_request(78, [1], SamplingParams(num_tokens_to_generate=4))
+    return _error_of_serving(rank, engine, ranks)
 
 
 def sample_another_token(rank: int, sizes: ParallelSizes, port: int, path: Path) -> str:
@@ -252,6 +246,11 @@ def sample_another_token(rank: int, sizes: ParallelSizes, port: int, path: Path)
             return replace(sampled, tokens=[token + 1 for token in sampled.tokens])
 
         setattr(engine.controller, "run", run)  # noqa: B010
+    return _error_of_serving(rank, engine, ranks)
+
+
+def _error_of_serving(rank: int, engine: DynamicInferenceEngine, ranks: Ranks) -> str:
+    """What ends this rank while the first one serves."""
     try:
         if rank:
             run_follower(engine, ranks)

@@ -23,7 +23,9 @@ STEP = 2 * TILE
 """Channels in bfloat16 that one instruction adds."""
 BLOCK = 2 * TILE
 """Rows and columns of the products of `multiply_tiles`, which are four tiles."""
-TILE_BYTES = TILE * STEP * 2
+STEP_BYTES = STEP * 2
+"""Of a row of a tile."""
+TILE_BYTES = TILE * STEP_BYTES
 CONFIGURATION_BYTES = 64
 
 _BYTE = ir.IntType(8)
@@ -35,7 +37,7 @@ def configuration() -> NDArray[np.uint8]:
     """For `begin_tiles`: all eight tiles have 16 rows of 64 bytes (palette 1 of the instruction LDTILECFG)."""
     made = np.zeros(CONFIGURATION_BYTES, np.uint8)
     made[0] = 1
-    made[16:32].view(np.uint16)[:] = STEP * 2
+    made[16:32].view(np.uint16)[:] = STEP_BYTES
     made[48:56] = TILE
     return made
 
@@ -60,32 +62,30 @@ def _end_by_type(_: Any) -> Any:
     return types.void(), generate
 
 
-def _multiply_by_type(
-    _: Any, tiles: Any, steps: Any, inputs: Any, row_bytes: Any, step_bytes: Any, matrix: Any, products: Any
-) -> Any:
+def _multiply_by_type(_: Any, tiles: Any, steps: Any, inputs: Any, row_bytes: Any, matrix: Any, products: Any) -> Any:
     """Products of one or two tiles of rows with the two tiles of columns of a panel.
 
     ``tiles``, the number of those of rows, is a literal; ``steps`` is the number of channels, divided by STEP. The
-    inputs are bfloat16 at an address, with the distances from a row to the next one, and from a step. The others are
-    addresses: of the panel, bfloat16 [steps, 2, TILE, TILE, 2], whose last three dimensions are pairs of channels,
-    columns, and the channels of a pair; and of the products, float32 [TILE * tiles, BLOCK].
+    inputs are bfloat16 at an address, with ``row_bytes`` from a row to the next one. The others are addresses: of the
+    panel, bfloat16 [steps, 2, TILE, TILE, 2], whose last three dimensions are pairs of channels, columns, and the
+    channels of a pair; and of the products, float32 [TILE * tiles, BLOCK].
     """
     count = tiles.literal_value
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        _, steps, inputs, row_bytes, step_bytes, matrix, products = arguments
+        _, steps, inputs, row_bytes, matrix, products = arguments
         number = steps.type
         for number_of_tile in (tile for line in _SUMS[:count] for tile in line):
             _run(builder, "tilezero", _BYTE(number_of_tile))
         with cgutils.for_range(builder, steps) as loop:
             for row in range(count):
                 line = builder.add(inputs, builder.mul(row_bytes, number(row * TILE)))
-                place = builder.add(line, builder.mul(loop.index, step_bytes))
+                place = builder.add(line, builder.mul(loop.index, number(STEP_BYTES)))
                 _run(builder, "tileloadd64", _BYTE(_ROWS[row]), _pointer(builder, place), row_bytes)
             for column in range(2):
                 index = builder.add(builder.mul(loop.index, number(2)), number(column))
                 place = builder.add(matrix, builder.mul(index, number(TILE_BYTES)))
-                _run(builder, "tileloadd64", _BYTE(_COLUMNS[column]), _pointer(builder, place), number(STEP * 2))
+                _run(builder, "tileloadd64", _BYTE(_COLUMNS[column]), _pointer(builder, place), number(STEP_BYTES))
             for row in range(count):
                 for column in range(2):
                     chosen = (_SUMS[row][column], _ROWS[row], _COLUMNS[column])
@@ -96,7 +96,7 @@ def _multiply_by_type(
                 _run(builder, "tilestored64", _BYTE(_SUMS[row][column]), _pointer(builder, place), number(4 * BLOCK))
         return context.get_dummy_value()
 
-    return types.void(tiles, steps, inputs, row_bytes, step_bytes, matrix, products), generate
+    return types.void(tiles, steps, inputs, row_bytes, matrix, products), generate
 
 
 def _round_by_type(_: Any, array: Any, has_bias: Any, products: Any, bias: Any, outputs: Any) -> Any:

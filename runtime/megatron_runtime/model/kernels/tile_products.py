@@ -24,6 +24,7 @@ from megatron_runtime.model.kernels.threads import can_share_threads
 from megatron_runtime.model.kernels.tile_instructions import (
     BLOCK,
     STEP,
+    STEP_BYTES,
     TILE,
     TILE_BYTES,
     begin_tiles,
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _CACHED_BYTES = 1 << 20
 """Bytes of the inputs that are multiplied with all panels before the next ones: a part of a second-level cache."""
-CACHE_LINE = 64
+_CACHE_LINE = 64
 _SYSTEM_CALL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
 """arch_prctl on x86-64, ARCH_REQ_XCOMP_PERM, and the component XTILEDATA."""
 
@@ -149,7 +150,7 @@ def _product_kernel() -> Kernel:
     ) -> None:
         rows = len(inputs)
         # Rows at distances of whole pages would compete for the same lines of a cache.
-        row_bytes = steps * STEP * 2 + CACHE_LINE
+        row_bytes = steps * STEP_BYTES + _CACHE_LINE
         for share in prange(len(shares) - 1):
             begin_tiles(configuration.ctypes.data)
             products = np.empty((BLOCK, BLOCK), np.float32)
@@ -162,9 +163,9 @@ def _product_kernel() -> Kernel:
                     for first in range(begin, end, BLOCK):
                         x = padded.ctypes.data + (first - begin) * row_bytes
                         if end - first > TILE:
-                            multiply_tiles(2, steps, x, row_bytes, STEP * 2, w, products.ctypes.data)
+                            multiply_tiles(2, steps, x, row_bytes, w, products.ctypes.data)
                         else:
-                            multiply_tiles(1, steps, x, row_bytes, STEP * 2, w, products.ctypes.data)
+                            multiply_tiles(1, steps, x, row_bytes, w, products.ctypes.data)
                         _write(products, bias, outputs, first, min(BLOCK, end - first), panel * BLOCK)
             end_tiles()
 
