@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -94,5 +94,7 @@ def fake_flashinfer() -> Iterator[type[BatchPrefillWithPagedKVCacheWrapper]]:
     package = ModuleType("flashinfer")
     package.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper  # type: ignore[attr-defined]
     BatchPrefillWithPagedKVCacheWrapper.plans = 0
-    with patch.dict(sys.modules, {"flashinfer": package}):
+    # Not by `patch.dict`, which would also forget the modules that are imported meanwhile.
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, "flashinfer", package)
         yield BatchPrefillWithPagedKVCacheWrapper
