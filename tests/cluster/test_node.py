@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from cluster_support import binaries
 from cluster_support.cluster import wait_until
 from node_support import images
 from node_support.leftovers import leftovers
+from node_support.machine import PREFIX, make_cgroups
 from node_support.prepared import Prepared
 
 pytestmark = pytest.mark.timeout(300)
@@ -57,12 +59,20 @@ def interrupt_starter(starter: subprocess.Popen[bytes]) -> None:
     starter.send_signal(signal.SIGINT)
 
 
+def ended_pid() -> int:
+    """The process id of an ended process, as in the names of the cgroups of a node that was killed."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    return ended.pid
+
+
 @pytest.mark.parametrize("end", [kill_starter, interrupt_starter])
 def test_nothing_of_a_node_is_left_when_the_process_that_started_it_ends(
     prepared_node: Prepared,
     tmp_path_factory: pytest.TempPathFactory,
     end: Callable[[subprocess.Popen[bytes]], None],
 ) -> None:
+    forgotten = make_cgroups(f"{PREFIX}{ended_pid()}")
     folder = tmp_path_factory.mktemp("node")  # a folder with the name of this test would be too long for sockets
     before = leftovers(prepared_node.tools)
     (folder / "node").mkdir()
@@ -75,9 +85,13 @@ def test_nothing_of_a_node_is_left_when_the_process_that_started_it_ends(
     wait_until(lambda: starter.poll() is not None or (written.exists() and bool(written.read_text())), "a pod", 150)
     pids = [int(pid) for pid in written.read_text().split()]
     assert len(pids) > 8
-    assert leftovers(prepared_node.tools) != before
+    assert leftovers(prepared_node.tools, before)
+    assert not any(each.exists() for each in forgotten)
     end(starter)
     starter.wait(60)
-    wait_until(lambda: leftovers(prepared_node.tools) == before, f"nothing to be left but {before}", 60)
+    deadline = time.monotonic() + 60
+    while left := leftovers(prepared_node.tools, before):
+        assert time.monotonic() < deadline, f"left: {left}"
+        time.sleep(0.1)
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), f"the end of {pids}", 30)
     wait_until(lambda: not (folder / "node/scratch").exists(), "images and containers to be removed", 60)

@@ -11,8 +11,17 @@ FOLDERS = ("/var/lib/kubelet", "/var/lib/cni", "/var/log/pods", "/var/log/contai
 Things = dict[str, frozenset[str]]
 
 
-def leftovers(tools: NodeTools) -> Things:
-    """The objects by kind; equal before and after a test if nothing was left."""
+def leftovers(tools: NodeTools, before: Things | None = None) -> Things:
+    """The objects by kind, without those from ``before`` and without kinds that have none.
+
+    An object from before may be gone: a node that starts removes what a killed one has left.
+    """
+    known = before or {}
+    found = {kind: objects - known.get(kind, frozenset()) for kind, objects in _objects(tools).items()}
+    return {kind: objects for kind, objects in found.items() if objects}
+
+
+def _objects(tools: NodeTools) -> Things:
     return {
         "cgroups": frozenset(str(folder) for each in hierarchies() for folder in each.glob(f"{PREFIX}*")),
         "kubepods": frozenset(str(folder) for each in hierarchies() for folder in each.glob("kubepods*")),
