@@ -13,6 +13,7 @@ from megatron_runtime.parallel.exchange import Exchange
 from megatron_runtime.parallel.gpu_collectives import GpuCollectives
 from megatron_runtime.parallel.layout import RankPosition
 from megatron_runtime.parallel.process_groups import ProcessGroups
+from megatron_runtime.parallel.symmetric_memory import Share, open_symmetric_sums
 
 
 class Collectives(Protocol):
@@ -22,6 +23,11 @@ class Collectives(Protocol):
     def only_begins(self) -> bool:
         """Whether operations return before the device has done them, so that it waits for lost ranks and not the host;
         `abort` ends that."""
+        ...
+
+    @property
+    def can_abort(self) -> bool:
+        """Whether `abort` ends the work of the device. Otherwise the host must not wait for it without an end."""
         ...
 
     @property
@@ -52,7 +58,11 @@ class Collectives(Protocol):
 
 
 def make_collectives(
-    device: torch.device, position: RankPosition, groups: ProcessGroups, open_exchange: Callable[[str, range], Exchange]
+    device: torch.device,
+    position: RankPosition,
+    groups: ProcessGroups,
+    open_exchange: Callable[[str, range], Exchange],
+    share: Share,
 ) -> Collectives:
     """Those of the device.
 
@@ -61,7 +71,8 @@ def make_collectives(
         position: The place of this rank.
         groups: Its process groups.
         open_exchange: Opens an exchange with a name between some ranks, for a CPU.
+        share: Shares what all ranks of the replica group contribute, for GPUs.
     """
     if device.type == "cuda":
-        return GpuCollectives(groups, device)
+        return GpuCollectives(groups, device, open_symmetric_sums(position, groups, device, share))
     return CpuCollectives(position, groups, open_exchange)

@@ -22,6 +22,7 @@ class CpuCollectives:
     """
 
     only_begins = False
+    can_abort = True
     gathers_to_all = False
 
     def __init__(
