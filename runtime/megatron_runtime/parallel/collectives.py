@@ -35,6 +35,13 @@ class Collectives(Protocol):
         """Whether `gather` has a result on all ranks of the layer, not on the first one alone."""
         ...
 
+    @property
+    def adds_up_in_order(self) -> bool:
+        """Whether parts are added in the order of the ranks. On GPUs, sums that `SymmetricSums.fits` does not support
+        are not.
+        """
+        ...
+
     def sum(self, part: Tensor) -> Tensor:
         """As in `ranks.Ranks`, of several ranks."""
         ...

@@ -23,6 +23,7 @@ class CpuCollectives:
 
     only_begins = False
     can_abort = True
+    adds_up_in_order = True
     gathers_to_all = False
 
     def __init__(

@@ -54,6 +54,11 @@ class GpuCollectives:
         """As in Collectives: nothing ends kernels that poll symmetric memory."""
         return not self._symmetric
 
+    @property
+    def adds_up_in_order(self) -> bool:
+        """As in Collectives."""
+        return bool(self._symmetric)
+
     def sum(self, part: Tensor) -> Tensor:
         """As in Collectives."""
         self._all_reduce(part, self._groups.tensor)

@@ -86,6 +86,11 @@ class MultipleRanks:
         """As in Ranks."""
         return not self._collectives.gathers_to_all
 
+    @property
+    def adds_up_in_order(self) -> bool:
+        """As in Collectives: then the bits of a row's sum do not depend on other rows."""
+        return self._collectives.adds_up_in_order
+
     def share_inbox(self, inbox: bytes | None) -> bytes:
         """As in Ranks."""
         if inbox is not None:
