@@ -66,7 +66,7 @@ class UpdateTable:
             tables = self._down, self._up, self._ranks, self._scales
             adapter_kernel.add_low_rank(inputs, outputs, rows.slots, *tables, self._bounds)
             return
-        for slot, chosen in rows.groups:
+        for slot, chosen in rows.groups.items():
             if slot < len(self._down) and bool(self._ranks[slot].any()):
                 self._add_one(inputs, outputs, slot, chosen, rows_together)
 
