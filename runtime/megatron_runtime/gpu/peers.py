@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from megatron_runtime.gpu.driver_memory import import_driver
@@ -25,13 +27,16 @@ def peer_obstacle(device: torch.device, peer: str) -> str | None:
         return f"this process does not see the GPU {peer}"
     if not torch.cuda.can_device_access_peer(mine, other):
         return f"the GPU {mine} has no access to the memory of GPU {other}"
-    if not _has_atomics(mine, other):
+    try:
+        driver = import_driver()
+    except ImportError as error:
+        return f"the package cuda-bindings is missing ({error})"
+    if not _has_atomics(driver, mine, other):
         return f"the link between the GPUs {mine} and {other} has no atomic operations, as NVLink has"
     return None
 
 
-def _has_atomics(mine: int, other: int) -> bool:
-    driver = import_driver()
+def _has_atomics(driver: Any, mine: int, other: int) -> bool:
     supported = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
     devices = []
     for index in (mine, other):

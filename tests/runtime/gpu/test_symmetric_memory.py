@@ -17,7 +17,7 @@ from runtime_support.rank_processes import run_ranks
 from suite_support.worker import free_port
 
 from megatron_runtime.errors import ConfigurationError
-from megatron_runtime.gpu.peers import peer_obstacle
+from megatron_runtime.gpu import peers
 from megatron_runtime.parallel import symmetric_memory
 from megatron_runtime.parallel.layout import ParallelSizes
 
@@ -72,8 +72,18 @@ def test_an_unknown_setting_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_gpus_share_memory_over_links_with_atomic_operations(driver: FakeDriver, peer: str, words: str | None) -> None:
     with machine_with_gpus(1, FakeSymmetricMemory(), driver):
-        found = peer_obstacle(torch.device("cuda", 1), peer)
+        found = peers.peer_obstacle(torch.device("cuda", 1), peer)
     assert found is None if words is None else words in (found or "")
+
+
+def test_without_cuda_bindings_nccl_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> None:
+        raise ImportError("No module named 'cuda'")
+
+    with machine_with_gpus(1, FakeSymmetricMemory()):
+        monkeypatch.setattr(peers, "import_driver", absent)
+        found = peers.peer_obstacle(torch.device("cuda", 1), "GPU-0")
+    assert found == "the package cuda-bindings is missing (No module named 'cuda')"
 
 
 def test_the_functions_of_pytorch_have_these_names_and_arguments() -> None:
