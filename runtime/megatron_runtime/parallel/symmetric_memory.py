@@ -68,30 +68,31 @@ class SymmetricSums:
         torch_.memory.rendezvous(self._buffer, self._group_name)
 
     def fits(self, part: Tensor) -> bool:
-        """Whether `add_up` supports this sum. Of the sizes only that of the whole depends on the number of rows."""
+        """Whether `add_up` supports this sum. All ranks have to find the same, so only the type and the shape decide;
+        and of the sizes only that of the whole depends on the number of rows.
+        """
         row_bytes = (part.shape[-1] if part.dim() else 1) * part.element_size()
-        return (
-            0 < part.numel() * part.element_size() <= BUFFER_BYTES
-            and part.dtype in _DTYPES
-            and row_bytes % _STEP == 0
-            and part.is_contiguous()
-            and part.storage_offset() * part.element_size() % _ALIGNMENT == 0
-        )
+        has_size = 0 < part.numel() * part.element_size() <= BUFFER_BYTES
+        return has_size and part.dtype in _DTYPES and row_bytes % _STEP == 0
 
     def add_up(self, part: Tensor) -> None:
-        """Replace the part of this rank by the sum over all ranks: two launches on the current stream.
+        """Replace the part of this rank by the sum over all ranks: two launches on the current stream, and one more for
+        a part that the kernels can't write to, which may be so on some ranks alone.
 
         PyTorch has kernels that copy the part themselves. They tell other ranks of it before all threads of a block
         have copied theirs.
         """
-        flat = part.view(-1)
-        num_bytes = flat.numel() * flat.element_size()
-        shared = self._buffer[:num_bytes].view(part.dtype)
-        shared.copy_(flat)
+        num_bytes = part.numel() * part.element_size()
+        shared = self._buffer[:num_bytes].view(part.dtype).view(part.shape)
+        shared.copy_(part)
+        fits = part.is_contiguous() and part.storage_offset() * part.element_size() % _ALIGNMENT == 0
+        total = part if fits else torch.empty(part.shape, dtype=part.dtype, device=part.device)
         if num_bytes <= self._one_shot_bytes:
-            self._operations.one_shot_all_reduce_out(shared, "sum", self._group_name, flat)
+            self._operations.one_shot_all_reduce_out(shared, "sum", self._group_name, total)
         else:
-            self._operations.two_shot_all_reduce_out(shared, "sum", self._group_name, flat)
+            self._operations.two_shot_all_reduce_out(shared, "sum", self._group_name, total)
+        if total is not part:
+            part.copy_(total)
 
 
 def import_symmetric_memory() -> Any:

@@ -37,7 +37,8 @@ def test_a_sum_has_the_bits_of_the_order_of_the_ranks_in_each_batch(tensor: int)
     for said in run_ranks(symmetric_scenarios.add_up, tensor, ParallelSizes(tensor=tensor), free_port()):
         assert said["small"] == (True, {"one_shot"})
         assert said["large"] == (True, {"two_shot"} if tensor > 2 else set())
-        assert said["by NCCL"] == (5, 0)
+        assert said["by NCCL"] == (4, 0)
+        assert said["on one rank"] == 2
 
 
 @pytest.mark.parametrize("change", ["setting", "machine", "access", "rendezvous"])
