@@ -9,10 +9,6 @@ from itertools import chain, islice, zip_longest
 from megatron_runtime.engine.scheduling.running_sequences import ALIKE, RunningSequences
 from megatron_runtime.engine.scheduling.sequence import Sequence
 
-RECENT_PASSES = 64
-"""For so many passes after a small body, large ones take turns as if it were still there: its client may come back, and
-would wait for the end of a long pass. They take as long as about 100 passes with a single row."""
-
 _Bodies = dict[Hashable, list[Sequence]]
 _Urgency = tuple[bool, int, int]
 """Lower values first: the most urgent sequence, then those that waited longest, then those with the fewest tokens."""
@@ -54,37 +50,12 @@ class RowShares:
 _ALL = RowShares()
 
 
-class RowSharing:
-    """The rows of one pass after the other: `row_shares` beside small bodies, and for ``RECENT_PASSES`` after them.
-
-    A function of the sequences and of the passes before, and so equal on all ranks.
-    """
-
-    def __init__(self) -> None:
-        self._small: Sequence | None = None
-        """The last one that limited others."""
-        self._passes_left = 0
-
-    def of_next_pass(self, running: RunningSequences, head: Sequence | None, shared_rows: int | None) -> RowShares:
-        """Arguments as of `row_shares`."""
-        shares = row_shares(running, head, shared_rows)
-        if shares.most is not None:
-            present = chain(() if head is None else (head,), running)
-            self._small = next((each for each in present if not shares.is_large(each)), None)
-            self._passes_left = RECENT_PASSES
-        elif self._small is not None:
-            shares = row_shares(running, self._small, shared_rows)
-            self._passes_left -= 1
-            if not self._passes_left:
-                self._small = None
-        return shares
-
-
 def row_shares(running: RunningSequences, head: Sequence | None, shared_rows: int | None) -> RowShares:
     """The rows of the next pass.
 
-    Only the smallest of the highest priority limit the others. The most urgent sequence is never held, nor any other
-    one forever: those that waited longest go first.
+    A function of the sequences and of the passes before, and so equal on all ranks. Only the smallest of the highest
+    priority limit the others. The most urgent sequence is never held, nor any other one forever: those that waited
+    longest go first.
 
     Args:
         running: The running sequences.
