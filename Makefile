@@ -50,7 +50,7 @@ check: dev ## check lint, format, types, layers and generated files
 	@$(BIN)/python tools/metrics_reference.py --check
 	@$(BIN)/python tools/command_line_reference.py --check
 
-BENCHMARKS ?= $(filter-out benchmarks/reliability.py benchmarks/gpu.py,$(wildcard benchmarks/*.py))
+BENCHMARKS ?= $(filter-out benchmarks/endurance.py benchmarks/reliability.py benchmarks/gpu.py,$(wildcard benchmarks/*.py))
 
 bench: dev model ## run the benchmarks, each beside a named peer
 	@set -e; for benchmark in $(BENCHMARKS); do echo "== $$benchmark"; $(BIN)/python $$benchmark $(ARGS); done
@@ -61,8 +61,10 @@ gpu: dev ## check kernels and engine on this machine's GPU, and measure their sp
 gpu-dry: dev ## run all of make gpu at toy sizes, without a GPU
 	@$(BIN)/python benchmarks/gpu.py --dry-run $(ARGS)
 
-chaos: dev model control-plane ## measure what clients see while pods, ranks, node, operator and API server fail; needs root
-	@$(BIN)/python benchmarks/reliability.py $(ARGS)
+CHAOS ?= benchmarks/endurance.py benchmarks/reliability.py
+
+chaos: dev model control-plane ## measure what clients see while processes, pods, node, operator and API server fail; needs root
+	@set -e; for benchmark in $(CHAOS); do echo "== $$benchmark"; $(BIN)/python $$benchmark $(ARGS); done
 
 venv: $(VENV)/.for-demo ## create the virtual environment for users
 	@:

@@ -42,6 +42,7 @@ COLUMNS = [
     "wrong answers",
     "processes ended",
     "growth, MiB",
+    "of",
     "growth / bodies",
     "remains, MiB",
 ]
@@ -95,6 +96,7 @@ class Trial:
             str(self.answers.wrong(right)),
             str(self.watch.ended()),
             f"{growth / MIB:.0f}",
+            self.watch.most_grown(),
             f"{self.growth_of_bodies():.1f}",
             f"{self.watch.remaining() / MIB:.0f}",
         ]
@@ -116,7 +118,7 @@ def try_attack(start: Start, attack: Attack, chosen: argparse.Namespace, folder:
             finally:
                 sender.kill()
                 sender.wait()
-        ask_steadily(start.port, SETTLE_SECONDS)
+        ask_steadily(start.port, chosen.rest)
     statuses = collections.Counter(sent.read_text().split())
     return Trial(attack, len(body), statuses, answers, watch, chosen.connections)
 
@@ -126,6 +128,7 @@ def parse() -> argparse.Namespace:
     names = [attack.name for attack in attacks()]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=30.0, help="length of each attack; default: 30")
+    parser.add_argument("--rest", type=float, default=10.0, help="seconds after each attack; default: 10")
     parser.add_argument("--connections", type=positive, default=4, help="of the attacker; default: 4")
     parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)), help="of the rank")
     parser.add_argument("--model", choices=["smollm2", "tiny"], default="smollm2", help="tiny is for testing")

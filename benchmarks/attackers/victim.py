@@ -121,6 +121,7 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self.before = memory(tree(self._launcher))
+        self._modules = {process: module(process) for process in self.before}
         self.peak = dict(self.before)
         self._sampler.start()
         return self
@@ -132,7 +133,12 @@ class Watch:
 
     def growth(self) -> int:
         """The largest growth of one process, in bytes."""
-        return max(self.peak[process] - before for process, before in self.before.items())
+        return max(self._growths().values())
+
+    def most_grown(self) -> str:
+        """The name of the module that the process with the largest growth runs."""
+        growths = self._growths()
+        return self._modules[max(growths, key=growths.__getitem__)]
 
     def remaining(self) -> int:
         """The largest growth of one process at the end, in bytes."""
@@ -141,6 +147,9 @@ class Watch:
     def ended(self) -> int:
         """The number of processes that ended."""
         return len(self.before.keys() - self.after.keys())
+
+    def _growths(self) -> dict[int, int]:
+        return {process: self.peak[process] - before for process, before in self.before.items()}
 
     def _sample(self) -> None:
         while not self._is_over.wait(SAMPLE_SECONDS):
@@ -158,6 +167,12 @@ def tree(root: int) -> list[int]:
         except OSError:
             continue
     return found
+
+
+def module(process: int) -> str:
+    """The last part of the name of the module that a process runs."""
+    words = Path(f"/proc/{process}/cmdline").read_text().split("\0")
+    return words[words.index("-m") + 1].rsplit(".", 1)[-1] if "-m" in words else words[0]
 
 
 def memory(processes: Iterable[int]) -> dict[int, int]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +16,15 @@ from typing import Any
 
 from cluster_support.cluster import wait_until
 from cluster_support.errors import NotReadyError
+from cluster_support.processes import tail
 
 from chaos.site import CONTAINER, Site
 
 RANK, COORDINATOR, FRONTEND = "megatron_runtime.rank", "coordinator_process", "server.frontend"
+LAUNCHER = "megatron-serve"
 COORDINATOR_PORT = 5557
+IDENTITIES = Path(__file__).with_name("identities.py")
+LONGEST_RECONNECTIONS = 60.0
 CUT_SECONDS = 15.0
 STALL_SECONDS = 20.0
 LOST_SECONDS = 10.0
@@ -145,6 +152,19 @@ def _cut_coordinator(site: Site) -> None:
             site.node.run("iptables", "-D", *rule)
 
 
+def _reuse_identities(site: Site) -> None:
+    secret = json.loads(site.kubectl("get", "secret", f"{site.name}-keys", "-o", "json"))
+    key = base64.b64decode(secret["data"]["coordinator-key"]).decode()
+    address = f"tcp://{site.leader()['status']['podIP']}:{COORDINATOR_PORT}"
+    words = [sys.executable, IDENTITIES, address, key]
+    process = site.node.start_program(words, site.node.logs / "identities.log")
+    try:
+        if process.wait(LONGEST_RECONNECTIONS):
+            raise NotReadyError(f"the reconnections failed:\n{tail(process.log)}")
+    finally:
+        process.stop()
+
+
 FAULTS = (
     Fault("worker", "`kubectl delete pod` of a worker", _delete_worker),
     Fault("leader", "`kubectl delete pod` of the leader", _delete_leader),
@@ -153,6 +173,8 @@ FAULTS = (
     Fault("rank-stall", f"a rank stopped for {STALL_SECONDS:.0f} s", _stop_for_a_while(RANK)),
     Fault("coordinator-stall", f"the coordinator stopped for {STALL_SECONDS:.0f} s", _stop_for_a_while(COORDINATOR)),
     Fault("frontend-stall", f"a frontend stopped for {STALL_SECONDS:.0f} s", _stop_for_a_while(FRONTEND)),
+    Fault("launcher-stall", f"the launcher stopped for {STALL_SECONDS:.0f} s", _stop_for_a_while(LAUNCHER)),
+    Fault("identities", "connections that reuse the identity of another one", _reuse_identities),
     Fault("memory", "a rank killed by the kernel at the pod's memory limit", _run_out_of_memory),
     Fault("node", f"the node NotReady for {LOST_SECONDS:.0f} s (kubelet ended)", _stay_lost, _go_silent, _until_lost),
     Fault("operator", "SIGKILL of the operator", _kill_operator),

@@ -15,7 +15,7 @@ LARGE = "body of 70 MiB, control API"
 
 def run(*chosen: str, limit: int) -> subprocess.CompletedProcess[str]:
     """A short run with these attacks, and with the same limit of slowness and of memory."""
-    options = ["--model=tiny", "--threads=1", "--seconds=2", *(f"--only={name}" for name in chosen)]
+    options = ["--model=tiny", "--threads=1", "--seconds=2", "--rest=2", *(f"--only={name}" for name in chosen)]
     options += [f"--max-slowdown={limit}", f"--max-growth={limit}"]
     return subprocess.run([sys.executable, BENCHMARKS / "attacks.py", *options], capture_output=True, text=True)
 

@@ -22,8 +22,9 @@ from megatron_runtime.wire.security import key_environment
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 # Large pages, and memory that is reused from one pass to the next, save a quarter of the time of a prompt's pass. The
-# largest tensors are still mapped one by one, and code that releases memory calls malloc_trim.
-_MALLOC = ("hugetlb=1", f"mmap_threshold={32 << 20}", f"trim_threshold={1 << 30}", f"top_pad={64 << 20}")
+# largest tensors are still mapped one by one, and code that releases memory calls malloc_trim, which returns all free
+# memory of the main arena alone.
+_MALLOC = ("hugetlb=1", "arena_max=1", f"mmap_threshold={32 << 20}", f"trim_threshold={1 << 30}", f"top_pad={64 << 20}")
 # OpenMP threads spin only for the time between two operators and then sleep: on busy cores this takes a third of the
 # time. Without the log level, torch warns about every rank whose address has no name.
 _DEFAULTS = {

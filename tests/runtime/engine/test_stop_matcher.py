@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,3 +76,30 @@ def test_a_stop_string_before_min_tokens_is_ignored_permanently() -> None:
     assert not matcher.push("a")
     assert matcher.push("b")
     assert matcher.match == (3, 5)
+
+
+@pytest.mark.parametrize("stops", [["a" * 60 + f"{number:03}" for number in range(256)], ["a" * 16_000]])
+def test_the_cost_of_a_character_depends_neither_on_the_number_nor_on_the_length_of_stop_strings(
+    stops: list[str],
+) -> None:
+    text = ("a" * 59 + "b") * 200
+    most = 4 * executed_lines(StopMatcher(["x"]), text)
+    assert executed_lines(StopMatcher(stops), text) < most
+
+
+def executed_lines(matcher: StopMatcher, text: str) -> int:
+    """The number of lines of Python that are executed for this text, which does not depend on the machine."""
+    count = 0
+
+    def trace(*_: object) -> object:
+        nonlocal count
+        count += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        assert not matcher.push(text)
+    finally:
+        sys.settrace(before)
+    return count

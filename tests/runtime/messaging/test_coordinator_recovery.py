@@ -12,6 +12,7 @@ from messaging_support.false_coordinator import FalseCoordinator
 from messaging_support.fleet import Fleet, until
 from suite_support.worker import free_port
 
+from megatron_runtime.engine.worker.engine_loop import EngineLoop
 from megatron_runtime.errors import CoordinatorError, EngineError, RequestTimeoutError
 from megatron_runtime.headers import Headers
 from megatron_runtime.inference_client import InferenceClient
@@ -239,4 +240,21 @@ async def test_a_client_that_connects_twice_submits_its_requests_once() -> None:
         assert next_message.header is Headers.SHUTDOWN
     finally:
         client.stop()
+        false.close()
+
+
+async def test_an_engine_that_many_messages_made_unknown_registers_once() -> None:
+    port = free_port()
+    false = FalseCoordinator(port)
+    working = asyncio.create_task(EngineLoop(FakeEngine(), coordinator_address=port).run())
+    try:
+        peer, _ = await asyncio.to_thread(false.receive, Headers.REGISTER)
+        for _ in range(50):
+            false.send_message(peer, Headers.UNKNOWN_PEER, "epoch")
+        false.send_message(peer, Headers.REGISTER_ACK, OWN, "epoch")
+        _, following = await asyncio.to_thread(false.receive, Headers.REGISTER, Headers.HEARTBEAT)
+        assert following.header is Headers.HEARTBEAT
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
         false.close()

@@ -12,11 +12,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime_support.reused_identities import reconnect
+from runtime_support.reused_identities import reuse_identities
 
 LAUNCHER = "launcher"
 IDENTITIES = "identities"
-RECONNECTS = 50
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,13 @@ class Harm:
 
     victim: str
     stall: float | None = None
+
+    @property
+    def kind(self) -> str:
+        """``reconnections``, ``kill`` or ``stall``."""
+        if self.victim == IDENTITIES:
+            return "reconnections"
+        return "kill" if self.stall is None else "stall"
 
 
 class Reaper:
@@ -49,7 +55,8 @@ class Reaper:
             for number, harm in enumerate(harms):
                 await pace(number)
                 if harm.victim == IDENTITIES:
-                    group.create_task(self._reuse_identities())
+                    address = f"tcp://{self._pod.host}:5557"
+                    group.create_task(asyncio.to_thread(reuse_identities, address, self._pod.key))
                 else:
                     victim = await self._process(harm.victim)
                     os.kill(victim, signal.SIGKILL if harm.stall is None else signal.SIGSTOP)
@@ -76,8 +83,3 @@ class Reaper:
             self._stopped.discard(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-
-    async def _reuse_identities(self) -> None:
-        address = f"tcp://{self._pod.host}:5557"
-        for identity, name in ((b"same", None), (None, b"same")):
-            await asyncio.to_thread(reconnect, address, self._pod.key, RECONNECTS, identity=identity, name=name)

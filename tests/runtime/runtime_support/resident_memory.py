@@ -24,7 +24,7 @@ def peak_growth(do: Callable[[], _T]) -> tuple[_T, int]:
     before = resident_bytes()
     (_SELF / "clear_refs").write_text("5")  # resets the peak
     outcome = do()
-    return outcome, _status("self", "VmHWM") - before
+    return outcome, peak_bytes() - before
 
 
 def resident_bytes(pid: int | str = "self") -> int:
@@ -44,6 +44,11 @@ def _bring_in(begin: int, end: int) -> None:
             memory.seek(place)
             with suppress(OSError):  # pages beyond the end of a file
                 memory.read(min(_PIECE, end - place))
+
+
+def peak_bytes(pid: int | str = "self") -> int:
+    """The largest memory that the process has had."""
+    return _status(pid, "VmHWM")
 
 
 def _status(pid: int | str, name: str) -> int:

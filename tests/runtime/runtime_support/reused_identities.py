@@ -13,6 +13,13 @@ REPEATED = 4
 """Each connection sends malformed and misplaced messages, so many times each."""
 OVERLAPPING = 5
 """Connections with the same identity that are open at a time."""
+RECONNECTS = 50
+
+
+def reuse_identities(address: str, key: str | None) -> None:
+    """Connect ``RECONNECTS`` times under the same identity, and as often under the same name."""
+    for identity, name in ((b"same", None), (None, b"same")):
+        reconnect(address, key, RECONNECTS, identity=identity, name=name)
 
 
 def reconnect(address: str, key: str | None, times: int, *, identity: bytes | None, name: bytes | None) -> None:

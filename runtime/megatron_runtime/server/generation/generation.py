@@ -61,8 +61,8 @@ class Generation:
         finally:
             limit.cancel()
             self._admission.leave(self)
-            for run in self._runs:
-                run.close()
+            while self._runs:  # They refer to this object: a list of them would be a cycle, which is freed late.
+                self._runs.pop().close()
 
     def abort(self, error: Exception) -> None:
         """Ends the request with this error unless all choices have finished."""
