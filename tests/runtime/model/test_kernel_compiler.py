@@ -29,7 +29,7 @@ print(hashlib.sha256(seen.tobytes()).hexdigest())
 
 
 def bits(cache: Path) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, CACHE_VARIABLE: str(cache), "OMP_NUM_THREADS": "2", "PYTHONPATH": path}
     return subprocess.run(
         [sys.executable, "-c", PRINT_BITS], env=environment, check=True, capture_output=True, text=True
