@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ async def stream_updates(
         detokenizer: Detokenizes the new tokens.
         call: Runs a coroutine on that event loop.
     """
-    stream: RequestStream = await call(open_stream())
+    stream = await _opened(open_stream, call)
     sent = ""
     try:
         while (update := await call(_next(stream))) is not None:
@@ -42,6 +43,21 @@ async def stream_updates(
             yield GenerationUpdate(**vars(update), new_text=text)
     finally:
         await call(stream.aclose())
+
+
+async def _opened(
+    open_stream: Callable[[], Coroutine[Any, Any, RequestStream]],
+    call: Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]],
+) -> RequestStream:
+    """A task that is cancelled meanwhile closes the stream, because the other event loop may have sent the request."""
+    opening: asyncio.Future[RequestStream] = asyncio.ensure_future(call(open_stream()))
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        await asyncio.wait({opening})
+        if not opening.cancelled() and opening.exception() is None:
+            await call(opening.result().aclose())
+        raise
 
 
 async def _next(stream: RequestStream) -> StreamUpdate | None:

@@ -8,11 +8,9 @@ import sys
 from pathlib import Path
 from threading import Thread
 
-from megatron_runtime.launch.control_api import create_download_api
 from megatron_runtime.launch.identity import Identity
 from megatron_runtime.launch.model_cache import Download, Source, fill, report_success
 from megatron_runtime.launch.ports import CONTROL_PORT
-from megatron_runtime.server.http_server import HttpServer
 from megatron_runtime.server.listening_socket import bind
 
 
@@ -35,6 +33,10 @@ def download_into(folder: Path, source: Source) -> Path:
 
 def _serve_progress(download: Download, host: str, token: str) -> None:
     """In a daemon thread, which ends with the process."""
+    # Only pods need them, and FastAPI takes half of the start of this command.
+    from megatron_runtime.launch.control_api import create_download_api
+    from megatron_runtime.server.http_server import HttpServer
+
     listening = bind(host, CONTROL_PORT, CONTROL_PORT, flag="--control-port", may_move=False)
     server = HttpServer(create_download_api(download.body, token=token))
     Thread(target=lambda: asyncio.run(server.serve([listening])), name="progress", daemon=True).start()

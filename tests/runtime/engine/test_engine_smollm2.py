@@ -24,7 +24,12 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.model
 
-COUNT = 32
+EVERY = repeated(2, 1)
+"""Of the prompts: every second one, or all."""
+COUNT = repeated(16, 32)
+"""Tokens of an answer, whose last one is in the second or third block of its request."""
+CROWDED = repeated(12, 24)
+"""Blocks that are too few for all answers."""
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, num_tokens_to_generate=COUNT)
 
 
@@ -41,6 +46,11 @@ def tokenizer(smollm2_path: Path) -> Tokenizer:
 def engine_of(model: Decoder, tokenizer: Tokenizer, *, blocks: int = 200, **settings: object) -> DynamicInferenceEngine:
     memory = blocks * KVCache.block_bytes(model.config, 16, torch.float32)
     return DynamicInferenceEngine.build(model, tokenizer, InferenceConfig(kv_cache_memory_bytes=memory, **settings))
+
+
+@pytest.fixture(scope="module")
+def prompts(prompts: list[str]) -> list[str]:
+    return prompts[::EVERY]
 
 
 def tokens_of(records: list[DynamicInferenceRequestRecord]) -> list[list[int]]:
@@ -60,16 +70,18 @@ def expected(
 
 
 @pytest.mark.repetition
-@pytest.mark.parametrize("index", repeated(range(0, 20, 10), range(20)))
+@pytest.mark.parametrize("number", repeated(range(0, 20, 10), range(20)))
 def test_a_single_prompt_has_the_tokens_of_transformers(
-    smollm2: Decoder, tokenizer: Tokenizer, prompts: list[str], expected: list[list[int]], index: int
+    smollm2: Decoder, tokenizer: Tokenizer, prompts: list[str], expected: list[list[int]], number: int
 ) -> None:
+    index = number // EVERY
     assert tokens_of(engine_of(smollm2, tokenizer).generate([prompts[index]], GREEDY)) == [expected[index]]
 
 
+@pytest.mark.repetition
 @pytest.mark.parametrize(
     ("blocks", "settings", "evicts"),
-    [(200, {}, False), (200, {"max_tokens": 24}, False), (24, {}, True), (24, {"max_tokens": 24}, True)],
+    [(200, {}, False), (200, {"max_tokens": 24}, False), (CROWDED, {}, True), (CROWDED, {"max_tokens": 24}, True)],
     ids=["roomy", "chunked", "crowded", "crowded and chunked"],
 )
 def test_prompts_all_together_give_transformers_tokens(
@@ -88,6 +100,7 @@ def test_prompts_all_together_give_transformers_tokens(
     assert engine.stats().kv_blocks_used == 0
 
 
+@pytest.mark.repetition
 @pytest.mark.parametrize("mode", list(KVCacheManagementMode))
 def test_a_suspension_in_the_middle_changes_no_token(
     smollm2: Decoder,

@@ -73,14 +73,16 @@ def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def device_guard(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The part of the pretended device in C++; skips the tests that use it without a compiler."""
+def device_guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the pretended device's part in C++; skips the tests that use it without a compiler."""
     from gpu_support.pretended import load_device_guard
 
+    folder = tmp_path_factory.mktemp("guard")
     try:
-        load_device_guard(tmp_path_factory.mktemp("guard"))
+        load_device_guard(folder)
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         pytest.skip(f"the pretended device needs a C++ compiler: {error}")
+    return folder
 
 
 @pytest.fixture

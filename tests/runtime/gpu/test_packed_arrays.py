@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from gpu_support.pretended import DEVICE, Work, pretended_device
@@ -17,7 +19,7 @@ ARRAYS = {
 }
 
 
-def test_a_gpu_gets_all_arrays_by_one_pinned_copy(device_guard: None) -> None:
+def test_a_gpu_gets_all_arrays_by_one_pinned_copy(device_guard: Path) -> None:
     del device_guard
     with pretended_device() as device:
         found = on_device(ARRAYS, DEVICE)
@@ -34,7 +36,7 @@ def test_a_cpu_copies_nothing() -> None:
     assert all(np.shares_memory(found[name].numpy(), values) for name, values in ARRAYS.items() if values.size)
 
 
-def test_the_host_gets_all_tensors_by_one_copy(device_guard: None) -> None:
+def test_the_host_gets_all_tensors_by_one_copy(device_guard: Path) -> None:
     del device_guard
     given = torch.arange(3), torch.arange(12.0).view(3, 4)[:, 1:3], torch.empty(3, 0), torch.tensor([1.5])
     with pretended_device() as device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -186,7 +187,7 @@ def test_every_filter_has_a_form_for_gpus() -> None:
     assert set(gpu_edits._OPERATIONS.values()) == set(sampling.OPERATIONS)
 
 
-def test_sampling_with_everything_is_twelve_launches_and_one_pinned_copy(device_guard: None) -> None:
+def test_sampling_with_everything_is_twelve_launches_and_one_pinned_copy(device_guard: Path) -> None:
     del device_guard
     rules = rules_for(2, edits=edits_of(70), truncations=(TopK.of(np.array([3, 0], np.int32)), MinP.of(values(0, 0.1))))
     logits = random_logits(2, 70)

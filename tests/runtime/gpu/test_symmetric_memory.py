@@ -98,11 +98,10 @@ def test_the_functions_of_pytorch_have_these_names_and_arguments() -> None:
         assert declared[: len(given)] == given or declared == ["size", "dtype", "device"]
 
 
-@pytest.mark.usefixtures("device_guard")
-def test_graphs_with_such_sums_give_the_tokens_of_the_cpu_and_wait_once(tmp_path: Path) -> None:
+def test_graphs_with_such_sums_give_the_tokens_of_the_cpu_and_wait_once(device_guard: Path) -> None:
     params = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
     expected = generate(small_engine(one_layer()), params, None, LENGTHS)
-    for said in run_ranks(symmetric_scenarios.answer, 2, TWO, free_port(), tmp_path, params, LENGTHS):
+    for said in run_ranks(symmetric_scenarios.answer, 2, TWO, free_port(), device_guard, params, LENGTHS):
         assert said["tokens"] == expected
         assert said["kinds"] == ["one_shot"]
         one, two = said["launches of a graph"]
@@ -111,11 +110,10 @@ def test_graphs_with_such_sums_give_the_tokens_of_the_cpu_and_wait_once(tmp_path
         assert said["step"] == (2, 2, 1, {}, 1)
 
 
-@pytest.mark.usefixtures("device_guard")
 @pytest.mark.parametrize("case", symmetric_scenarios.CASES)
-def test_a_lost_rank_ends_the_waits_for_a_device_that_never_ends(case: str, tmp_path: Path) -> None:
+def test_a_lost_rank_ends_the_waits_for_a_device_that_never_ends(case: str, device_guard: Path) -> None:
     """The error names it, and so does the next one; nothing waits for the device, also not at the end."""
-    found: list[dict[str, Any] | None] = run_ranks(symmetric_scenarios.lose, 2, TWO, free_port(), tmp_path, case, 1)
+    found: list[dict[str, Any] | None] = run_ranks(symmetric_scenarios.lose, 2, TWO, free_port(), device_guard, case, 1)
     assert found[1] is None
     said = found[0]
     assert said is not None

@@ -20,8 +20,6 @@ LAUNCHES_PER_LAYER = 12
 """The sums of attention and network over the ranks among them."""
 LAUNCHES_AROUND_LAYERS = 20
 
-pytestmark = pytest.mark.usefixtures("device_guard")
-
 CASES: dict[str, dict[str, Any]] = {
     "samplers": {"params": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "top_n_sigma": 3.0}},
     "grammar": {"params": {"temperature": 1.0, "grammar": LOWER_CASE, "ignore_eos": False}},
@@ -36,10 +34,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("names", [("samplers", "grammar"), ("edits, log probs", "offload")], ids=str)
-def test_graphs_of_two_ranks_give_the_tokens_of_the_cpu(tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_graphs_of_two_ranks_give_the_tokens_of_the_cpu(device_guard: Path, names: tuple[str, ...]) -> None:
     """In passes without edits both begin the next pass with the tokens that they have sampled on their devices."""
     cases = [CASES[name] for name in names]
-    found = run_ranks(pretended_ranks.answer, 2, SIZES, free_port(), tmp_path, cases, LENGTHS)
+    found = run_ranks(pretended_ranks.answer, 2, SIZES, free_port(), device_guard, cases, LENGTHS)
     for case, seen in zip(cases, found[0], strict=True):
         engine = small_engine(one_layer(), **case.get("config", {}))
         assert seen["tokens"] == generate(engine, case.get("params", {}), case.get("between"), LENGTHS)
@@ -48,9 +46,9 @@ def test_graphs_of_two_ranks_give_the_tokens_of_the_cpu(tmp_path: Path, names: t
     assert [seen["tokens"] for seen in found[1]] == [seen["tokens"] for seen in found[0]]
 
 
-def test_a_rank_has_few_launches_and_waits_once_for_its_own_tokens(tmp_path: Path) -> None:
+def test_a_rank_has_few_launches_and_waits_once_for_its_own_tokens(device_guard: Path) -> None:
     params = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
-    for counted in run_ranks(pretended_ranks.count, 2, SIZES, free_port(), tmp_path, params):
+    for counted in run_ranks(pretended_ranks.count, 2, SIZES, free_port(), device_guard, params):
         one, two = counted["launches of a graph"]
         assert two - one <= LAUNCHES_PER_LAYER
         assert one - (two - one) <= LAUNCHES_AROUND_LAYERS
@@ -58,5 +56,5 @@ def test_a_rank_has_few_launches_and_waits_once_for_its_own_tokens(tmp_path: Pat
         assert counted["step"] == (2, 2, 1, {}, 1)
 
 
-def test_a_captured_sum_is_repeated_with_the_values_of_each_replay(tmp_path: Path) -> None:
-    assert run_ranks(pretended_ranks.add_up_on_device, 2, SIZES, free_port(), tmp_path) == [[3.0, 30.0]] * 2
+def test_a_captured_sum_is_repeated_with_the_values_of_each_replay(device_guard: Path) -> None:
+    assert run_ranks(pretended_ranks.add_up_on_device, 2, SIZES, free_port(), device_guard) == [[3.0, 30.0]] * 2

@@ -16,17 +16,15 @@ from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM
 from megatron_runtime.errors import CheckpointError, EngineError, InvalidRequestError, InvalidStateError
 from megatron_runtime.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.model
-
 PROMPT = "The capital of France is"
 GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=12)
 
 
 @pytest.fixture(scope="module")
-def parts(smollm2_parts: dict[str, Any]) -> dict[str, Any]:
+def parts(tiny_parts: dict[str, Any]) -> dict[str, Any]:
     """With a KV cache that is dropped on suspend."""
-    config = replace(smollm2_parts["inference_config"], kv_cache_management_mode="recompute")
-    return smollm2_parts | {"inference_config": config}
+    config = replace(tiny_parts["inference_config"], kv_cache_management_mode="recompute")
+    return tiny_parts | {"inference_config": config}
 
 
 @pytest.fixture
@@ -42,11 +40,11 @@ def turned(llm: MegatronLLM) -> dict[str, torch.Tensor]:
 
 
 def test_weights_change_between_pause_and_unpause_and_results_have_their_version(
-    llm: MegatronLLM, smollm2_path: Path
+    llm: MegatronLLM, tiny_checkpoint: Path
 ) -> None:
     (first,) = llm.generate(PROMPT, GREEDY)
     with pytest.raises(InvalidStateError, match="while the engine is RUNNING; pause it first"):
-        llm.update_weights(smollm2_path)
+        llm.update_weights(tiny_checkpoint)
     llm.pause()
     assert llm.update_weights(turned(llm)) == 1
     llm.unpause()
@@ -55,7 +53,7 @@ def test_weights_change_between_pause_and_unpause_and_results_have_their_version
     llm.suspend()
     with pytest.raises(CheckpointError, match="nowhere"):
         llm.update_weights("nowhere.gguf")
-    assert llm.update_weights(smollm2_path) == 2
+    assert llm.update_weights(tiny_checkpoint) == 2
     llm.resume()
     llm.unpause()
     (third,) = llm.generate(PROMPT, GREEDY)
@@ -63,8 +61,9 @@ def test_weights_change_between_pause_and_unpause_and_results_have_their_version
     assert first.generated_tokens == third.generated_tokens != second.generated_tokens
 
 
-def test_direct_mode_updates_weights_between_calls(parts: dict[str, Any], smollm2_path: Path) -> None:
-    llm = MegatronLLM(**parts)
+@pytest.mark.model
+def test_direct_mode_updates_weights_between_calls(smollm2_parts: dict[str, Any], smollm2_path: Path) -> None:
+    llm = MegatronLLM(**smollm2_parts)
     (first,) = llm.generate(PROMPT, GREEDY)
     assert llm.update_weights(smollm2_path) == 1
     (second,) = llm.generate(PROMPT, GREEDY)
@@ -72,8 +71,9 @@ def test_direct_mode_updates_weights_between_calls(parts: dict[str, Any], smollm
     assert second.weight_version == 1
 
 
-async def test_the_pieces_of_a_stream_join_to_the_answer(parts: dict[str, Any]) -> None:
-    async with MegatronAsyncLLM(**parts, use_coordinator=True) as llm:
+@pytest.mark.model
+async def test_the_pieces_of_a_stream_join_to_the_answer(smollm2_parts: dict[str, Any]) -> None:
+    async with MegatronAsyncLLM(**smollm2_parts, use_coordinator=True) as llm:
         whole = await llm.generate(PROMPT, GREEDY)
         updates = [update async for update in llm.generate_stream(PROMPT, GREEDY)]
         tokens = [token for update in updates for token in update.new_tokens]
@@ -104,7 +104,9 @@ async def test_a_stream_that_is_closed_early_aborts_the_request(parts: dict[str,
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait({waiting})
+        await llm.generate(PROMPT, GREEDY)  # arrives after the others
         await until(lambda: not llm.engine.has_unfinished_requests(), "the end of the requests")
+        assert llm.engine.stats().generated_tokens_total < 2000
 
 
 async def test_a_stream_raises_the_failure_of_the_engine(parts: dict[str, Any]) -> None:

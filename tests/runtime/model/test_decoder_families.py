@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,17 @@ from runtime_support.reference_models import (
     new_model,
     selection_biases,
 )
+from suite_support.repetition import repeated
 
 from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.formats.expected_tensors import expected_tensors
 
+STEPS = repeated(24, 64)
+
 
 def write_checkpoint(folder: Path, family: str, settings: dict[str, Any], **save_options: Any) -> Any:
-    """Save a random model of ``family`` and read it back in float32.
+    """Save a random model of ``family``; return it in float32, with the values of the checkpoint.
 
     Norms and biases are random too, since ones and zeros would hide mistakes.
     """
@@ -39,14 +44,25 @@ def write_checkpoint(folder: Path, family: str, settings: dict[str, Any], **save
     if dtype := save_options.pop("dtype", None):
         model.to(dtype)
     model.save_pretrained(folder, **save_options)
-    return type(model).from_pretrained(folder, dtype=torch.float32).eval()
+    return model if dtype is None else type(model).from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def assert_same_logits(folder: Path, model: Any, paged_requests: Any) -> None:
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    """A checkpoint of a model in FAMILIES, and the model."""
+
+    @cache
+    def write(name: str) -> tuple[Path, Any]:
+        folder = tmp_path_factory.mktemp("family")
+        return folder, write_checkpoint(folder, *FAMILIES[name])
+
+    return write
+
+
+def assert_same_logits(decoder: Decoder, model: Any, paged_requests: Any) -> None:
     """In one prefill, then in chunks beside single steps."""
     tokens = torch.randint(0, SIZES["vocab_size"], (40,), generator=torch.Generator().manual_seed(1)).tolist()
     expected = logits_of(model, tokens)
-    decoder = load_model(folder, dtype="float32")
     whole = paged_requests(decoder, num_blocks=32, block_size_tokens=4).forward({"it": tokens})["it"]
     torch.testing.assert_close(whole, expected, **CLOSE)
     requests = paged_requests(decoder, num_blocks=32, block_size_tokens=4)
@@ -56,20 +72,23 @@ def assert_same_logits(folder: Path, model: Any, paged_requests: Any) -> None:
 
 
 @torch.inference_mode()
-def assert_same_greedy_tokens(folder: Path, model: Any, paged_requests: Any) -> None:
-    """Over 64 steps, for two requests of different length that are served together."""
+def assert_same_greedy_tokens(decoder: Decoder, model: Any, paged_requests: Any) -> None:
+    """For two requests of different length that are served together."""
     prompts = {"long": list(range(1, 31)), "short": [7, 5, 3]}
-    ours = paged_requests(load_model(folder, dtype="float32")).continue_greedily(prompts, 64)
+    ours = paged_requests(decoder).continue_greedily(prompts, STEPS)
     for name, prompt in prompts.items():
         assert_most_likely(model, prompt, ours[name])
 
 
+@pytest.mark.repetition
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_those_of_transformers(name: str, tmp_path: Path, paged_requests: Any) -> None:
-    family, settings = FAMILIES[name]
-    model = write_checkpoint(tmp_path, family, settings)
-    assert_same_logits(tmp_path, model, paged_requests)
-    assert_same_greedy_tokens(tmp_path, model, paged_requests)
+def test_logits_are_those_of_transformers(
+    name: str, checkpoint: Callable[[str], tuple[Path, Any]], paged_requests: Any
+) -> None:
+    folder, model = checkpoint(name)
+    decoder = load_model(folder, dtype="float32")
+    assert_same_logits(decoder, model, paged_requests)
+    assert_same_greedy_tokens(decoder, model, paged_requests)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -77,13 +96,13 @@ def test_a_checkpoint_in_half_precision_computes_in_float32_on_request(
     dtype: torch.dtype, tmp_path: Path, paged_requests: Any
 ) -> None:
     model = write_checkpoint(tmp_path, "Llama", {}, dtype=dtype)
-    assert_same_logits(tmp_path, model, paged_requests)
+    assert_same_logits(load_model(tmp_path, dtype="float32"), model, paged_requests)
 
 
 def test_a_checkpoint_in_shards_is_the_same_model(tmp_path: Path, paged_requests: Any) -> None:
     model = write_checkpoint(tmp_path, "Llama", {}, max_shard_size="60KB")
     assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 1
-    assert_same_logits(tmp_path, model, paged_requests)
+    assert_same_logits(load_model(tmp_path, dtype="float32"), model, paged_requests)
 
 
 def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(tmp_path: Path, paged_requests: Any) -> None:
@@ -107,9 +126,10 @@ def test_the_summary_counts_what_transformers_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_tensors_that_a_header_is_compared_with_are_those_of_the_decoder(name: str, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, *FAMILIES[name])
-    config = inspect_checkpoint(tmp_path).config
+def test_the_tensors_that_a_header_is_compared_with_are_those_of_the_decoder(
+    name: str, checkpoint: Callable[[str], tuple[Path, Any]]
+) -> None:
+    config = inspect_checkpoint(checkpoint(name)[0]).config
     decoder = Decoder(config, dtype=torch.float32, device="meta")
     shapes = {name: tuple(view.shape) for name, view in decoder.destinations().items()}
     assert list(expected_tensors(config).items()) == list(shapes.items())

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from runtime_support.reference_models import assert_most_likely, logits_of
+from suite_support.repetition import repeated
 
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.model.decoder import Decoder
@@ -144,10 +145,11 @@ def test_twenty_prompts_in_a_batch_have_the_tokens_of_transformers(
         assert_most_likely(reference_model, tokens, made[prompt])
 
 
+@pytest.mark.repetition
 def test_a_single_prompt_has_the_tokens_of_transformers(
     decoder: Decoder, prompt_ids: dict[str, list[int]], reference_model: LlamaForCausalLM, paged_requests: Any
 ) -> None:
-    for prompt, tokens in list(prompt_ids.items())[:2]:
+    for prompt, tokens in list(prompt_ids.items())[: repeated(1, 2)]:
         made = paged_requests(decoder).continue_greedily({prompt: tokens}, CONTINUATION)
         assert_most_likely(reference_model, tokens, made[prompt])
 

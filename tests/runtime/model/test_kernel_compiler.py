@@ -13,32 +13,24 @@ import pytest
 from megatron_runtime.model.kernels import kernel_compiler
 from megatron_runtime.model.kernels.compile_kernels import CACHE_VARIABLE
 
+SUPPORT = Path(__file__).parent.parent
 PRINT_BITS = """
-import hashlib, logging, numpy, sys, torch
-from megatron_runtime.model.kernels.attention_kernels import attention_kernel
-from megatron_runtime.model.kernels.cpu_attention import even_shares
+import hashlib, logging, numpy, sys
+from megatron_runtime.model.kernels.compiled import even_shares
+from runtime_support.softmax_kernel import WIDTH, softmax_kernel
 
 logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
-random = numpy.random.default_rng(0)
-tokens, heads, width = 200, 2, 64
-rows = random.normal(size=(tokens, heads + 2, width)).astype(numpy.float32)
-seen = numpy.zeros((tokens, heads, width), numpy.float32)
-keys, values = numpy.zeros((2, 1, 1, tokens, width), numpy.float32)
-tables, none = numpy.zeros((1, 1), numpy.int32), numpy.zeros(0, numpy.float32)
-tiles = numpy.array([[0, 0, 0, tokens]], numpy.int32)
-turns = numpy.zeros((tokens, 0), numpy.float32)
-attend = attention_kernel(width, width, False, False)
-attend(
-    rows, seen, keys, values, numpy.arange(tokens), tables, tiles, even_shares(tokens), even_shares(1),
-    1, turns, turns, 2**40, 0, none, 0.0,
-)
+queries, keys = numpy.random.default_rng(0).normal(size=(2, 200, WIDTH)).astype(numpy.float32)
+seen = numpy.zeros_like(queries)
+softmax_kernel()(queries, keys, seen, even_shares(len(queries)))
 assert numpy.isfinite(seen).all() and seen.any()
 print(hashlib.sha256(seen.tobytes()).hexdigest())
 """
 
 
 def bits(cache: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, CACHE_VARIABLE: str(cache), "OMP_NUM_THREADS": "2"}
+    path = os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, CACHE_VARIABLE: str(cache), "OMP_NUM_THREADS": "2", "PYTHONPATH": path}
     return subprocess.run(
         [sys.executable, "-c", PRINT_BITS], env=environment, check=True, capture_output=True, text=True
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import gguf
@@ -18,6 +19,7 @@ from megatron_runtime.model.kernels import panel_products, quantized_products
 from megatron_runtime.model.kernels.coded_inputs import code_inputs
 from megatron_runtime.model.quantized.linear import QuantizedLinear
 from megatron_runtime.model.quantized.matrix import QuantizedMatrix
+from megatron_runtime.model.quantized.placement import CodedPlacement
 
 KINDS = list(CODINGS)
 EXACT = [kind for kind in KINDS if not kind.endswith("_K")]
@@ -136,6 +138,20 @@ def test_numbers_that_are_not_finite_reach_the_results_of_their_row(wrong: float
     assert bool(after[2].isnan().all())
     others = torch.tensor([0, 1, 3, 4, 5])
     assert torch.equal(after[others], before[others])
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_numbers_are_checked_of_the_rows_of_a_tensor_alone(kind: str) -> None:
+    """Another thread may write the next tensor, and a number that changes while it is compared looks like NaN."""
+    both = QuantizedMatrix(70, 256, CODINGS[kind])
+    first, second = (CodedPlacement(both, start, (range(35),), slice(0, 256)) for start in (0, 35))
+    given = decode(stored(kind, 35, 256), GGMLQuantizationType[kind], slice(0, 256))
+    both.fill(0, given)
+    scales = given.scales.copy()
+    scales.flat[[3, -1]] = np.nan, np.inf
+    both.fill(35, replace(given, scales=scales))
+    assert (first.count_not_finite(), second.count_not_finite()) == (0, 2)
+    assert first.numbers == second.numbers == scales.size + (0 if given.mins is None else given.mins.size)
 
 
 def test_zeros_and_tiny_numbers_give_zeros() -> None:

@@ -34,9 +34,9 @@ class QuantizedMatrix:
         return self._codes.nbytes + self._scales.nbytes + self._mins.nbytes
 
     @property
-    def num_scales(self) -> int:
-        """Number of scales and mins."""
-        return self._scales.numel() + self._mins.numel()
+    def scales_per_row(self) -> int:
+        """Number of scales and mins of a row."""
+        return self.columns // self.coding.group + (self.columns // BLOCK if self.coding.has_mins else 0)
 
     def fill(self, start: int, given: CodedRows) -> None:
         """Store consecutive rows from the row ``start`` on."""
@@ -66,9 +66,14 @@ class QuantizedMatrix:
         """A copy of all rows as ``dtype``, [rows, columns]."""
         return self.rows_of(torch.arange(self.rows), dtype)
 
-    def count_not_finite(self) -> int:
-        """The number of scales and mins that are NaN or infinite."""
-        return sum(int((~part.isfinite()).sum()) for part in (self._scales, self._mins))
+    def count_not_finite(self, rows: range) -> int:
+        """The number of scales and mins of these rows that are NaN or infinite; others may be written meanwhile."""
+        indices = torch.arange(rows.start, rows.stop)
+        panels, lanes = indices // PANEL, indices % PANEL
+        found = int((~self._scales[panels, :, :, lanes].isfinite()).sum())
+        if self.coding.has_mins:
+            found += int((~self._mins[panels, :, lanes].isfinite()).sum())
+        return found
 
     def multiply(self, inputs: CodedInputs, bias: Tensor | None, outputs: Tensor, column: int = 0) -> None:
         """``inputs W^T + bias`` in ``outputs`` from a column on, as in `quantized_products.multiply`."""

@@ -23,12 +23,12 @@ class CodedPlacement:
     @property
     def elements(self) -> int:
         """Number of weights."""
-        return sum(map(len, self.stored)) * self.matrix.columns
+        return len(self._rows) * self.matrix.columns
 
     @property
     def numbers(self) -> int:
-        """Number of values that `count_not_finite` checks: all scales and mins of the matrix."""
-        return self.matrix.num_scales
+        """Number of values that `count_not_finite` checks: scales and mins."""
+        return len(self._rows) * self.matrix.scales_per_row
 
     @property
     def type_name(self) -> str:
@@ -47,4 +47,9 @@ class CodedPlacement:
 
     def count_not_finite(self) -> int:
         """The number of scales and mins that are NaN or infinite."""
-        return self.matrix.count_not_finite()
+        return self.matrix.count_not_finite(self._rows)
+
+    @property
+    def _rows(self) -> range:
+        """The rows of the matrix."""
+        return range(self.start, self.start + sum(map(len, self.stored)))

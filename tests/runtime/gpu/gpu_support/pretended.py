@@ -294,12 +294,12 @@ def _line() -> str:
 
 
 def load_device_guard(folder: Path) -> None:
-    """Compile and load the part in C++. Raises FileNotFoundError without a compiler."""
+    """Load the part in C++, which is compiled if the folder lacks it. Raises FileNotFoundError without a compiler."""
     library = folder / "device_guard.so"
-    home = Path(torch.__file__).parent
-    options = (f"-I{home / 'include'}", f"-L{home / 'lib'}", "-lc10")
-    command = ["c++", "-shared", "-fPIC", "-std=c++20", SOURCE, "-o", library, *options]
-    subprocess.run(command, check=True, capture_output=True)
+    if not library.exists():
+        home = Path(torch.__file__).parent
+        command = ["c++", "-shared", "-fPIC", "-std=c++20", SOURCE, "-o", library, f"-I{home / 'include'}"]
+        subprocess.run([*command, f"-L{home / 'lib'}", "-lc10"], check=True, capture_output=True)
     ctypes.CDLL(str(library))
 
 

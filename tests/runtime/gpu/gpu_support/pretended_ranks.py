@@ -62,14 +62,15 @@ def pretended_rank(
     rank: int,
     sizes: ParallelSizes,
     port: int,
-    folder: Path,
+    guard: Path,
     collectives: type[GlooCollectives] = PretendedCollectives,
     use_device: Callable[[PretendedDevice], None] = lambda _: None,
 ) -> Iterator[tuple[PretendedDevice, Ranks]]:
-    """A rank with a device, as a GPU of compute capability 9.0; ``use_device`` gets it before the ranks join."""
-    own = folder / str(rank)
-    own.mkdir()
-    load_device_guard(own)
+    """A rank with a device, as a GPU of compute capability 9.0; ``use_device`` gets it before the ranks join.
+
+    ``guard`` is the folder of the device's part in C++.
+    """
+    load_device_guard(guard)
     setattr(launch, "_capability", lambda _: 90)  # noqa: B010
     use_collectives(collectives)
     with np.errstate(over="ignore"), quick_interpreter(), pretended_device() as device:
@@ -95,11 +96,11 @@ def captured_engine(model: Decoder, ranks: Ranks, **config: Any) -> DynamicInfer
 
 
 def answer(
-    rank: int, sizes: ParallelSizes, port: int, folder: Path, cases: list[dict[str, Any]], lengths: tuple[int, ...]
+    rank: int, sizes: ParallelSizes, port: int, guard: Path, cases: list[dict[str, Any]], lengths: tuple[int, ...]
 ) -> list[dict[str, Any]]:
     """For each case the tokens and what the device did; `test_decode_graphs` has such cases."""
     found = []
-    with pretended_rank(rank, sizes, port, folder) as (device, ranks):
+    with pretended_rank(rank, sizes, port, guard) as (device, ranks):
         for case in cases:
             model = random_decoder(**({"num_layers": 1} | case.get("model", {})))
             engine = captured_engine(model, ranks, **case.get("config", {}))
@@ -110,10 +111,10 @@ def answer(
     return found
 
 
-def count(rank: int, sizes: ParallelSizes, port: int, folder: Path, params: dict[str, Any]) -> dict[str, Any]:
+def count(rank: int, sizes: ParallelSizes, port: int, guard: Path, params: dict[str, Any]) -> dict[str, Any]:
     """The launches of a pass and its sampling with one layer and with two, and what a step asks of the device."""
     said: dict[str, Any] = {"launches of a graph": []}
-    with pretended_rank(rank, sizes, port, folder) as (device, ranks):
+    with pretended_rank(rank, sizes, port, guard) as (device, ranks):
         for layers in (1, 2):
             device.graphs = []
             engine = captured_engine(random_decoder(num_layers=layers, vocab_size=EVEN_VOCABULARY), ranks)
@@ -132,9 +133,9 @@ def count(rank: int, sizes: ParallelSizes, port: int, folder: Path, params: dict
     return said
 
 
-def add_up_on_device(rank: int, sizes: ParallelSizes, port: int, folder: Path) -> list[float]:
+def add_up_on_device(rank: int, sizes: ParallelSizes, port: int, guard: Path) -> list[float]:
     """A captured sum is repeated by each replay, with the values of that time."""
-    with pretended_rank(rank, sizes, port, folder) as (_, ranks), torch.inference_mode():
+    with pretended_rank(rank, sizes, port, guard) as (_, ranks), torch.inference_mode():
         part, total = torch.ones(2, device="cuda"), torch.zeros(2, device="cuda")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle(), stream=torch.cuda.Stream()):  # type: ignore[no-untyped-call]

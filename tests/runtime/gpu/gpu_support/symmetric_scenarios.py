@@ -130,19 +130,19 @@ def _lacking(change: str, fake: FakeSymmetricMemory) -> Iterator[None]:
 
 @contextmanager
 def _symmetric_rank(
-    rank: int, sizes: ParallelSizes, port: int, folder: Path
+    rank: int, sizes: ParallelSizes, port: int, guard: Path
 ) -> Iterator[tuple[PretendedDevice, Ranks, PretendedSymmetricMemory]]:
     fake = PretendedSymmetricMemory()
-    joined = pretended_rank(rank, sizes, port, folder, SymmetricCollectives, fake.use_device)
+    joined = pretended_rank(rank, sizes, port, guard, SymmetricCollectives, fake.use_device)
     with machine_with_gpus(rank, fake), joined as (device, ranks):
         yield device, ranks, fake
 
 
 def answer(
-    rank: int, sizes: ParallelSizes, port: int, folder: Path, params: dict[str, Any], lengths: tuple[int, ...]
+    rank: int, sizes: ParallelSizes, port: int, guard: Path, params: dict[str, Any], lengths: tuple[int, ...]
 ) -> dict[str, Any]:
     """Tokens by graphs with such sums, and what a step asks of the device."""
-    with _symmetric_rank(rank, sizes, port, folder) as (device, ranks, fake):
+    with _symmetric_rank(rank, sizes, port, guard) as (device, ranks, fake):
         engine = captured_engine(random_decoder(num_layers=1), ranks)
         tokens = generate(engine, params, None, lengths)
         said = {"tokens": tokens, "kinds": sorted({name for name, _ in fake.calls}), "launches of a graph": []}
@@ -170,10 +170,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def lose(rank: int, sizes: ParallelSizes, port: int, folder: Path, case: str, victim: int) -> dict[str, Any]:
+def lose(rank: int, sizes: ParallelSizes, port: int, guard: Path, case: str, victim: int) -> dict[str, Any]:
     """A rank is killed between passes; the kernels of the others never end from then on."""
     chosen = CASES[case]
-    with _symmetric_rank(rank, sizes, port, folder) as (device, ranks, _):
+    with _symmetric_rank(rank, sizes, port, guard) as (device, ranks, _):
         engine = captured_engine(random_decoder(num_layers=1), ranks, max_requests=1, **chosen.get("config", {}))
         params = SamplingParams(ignore_eos=True, num_tokens_to_generate=200, **chosen["params"])
         engine.add_request(0, [65] * 5, params)
