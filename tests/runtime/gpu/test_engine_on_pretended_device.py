@@ -219,3 +219,11 @@ def test_a_step_waits_once_for_one_copy_of_its_results(
     around = LAYERS * LAUNCHES_PER_LAYER + LAUNCHES_AROUND_LAYERS
     assert counted[0] <= around + launches
     assert counted[1] == counted[0]
+
+
+def test_a_default_device_is_still_that_of_tensors_after_a_pretended_one() -> None:
+    torch.utils._device._device_constructors.cache_clear()
+    with pretended_device(), torch.device("cpu"):
+        torch.zeros(1)
+    with torch.device("meta"):
+        assert torch.tensor([1]).is_meta

@@ -308,7 +308,7 @@ def pretended_device() -> Iterator[PretendedDevice]:
     """A device, for the code in this block; kernels of this project run on it in Triton's interpreter."""
     from megatron_runtime.gpu import arena, driver_memory, launch
 
-    device, plain_tensor, plain_launch = PretendedDevice(), torch.tensor, launch.launch
+    here, plain_tensor, plain_launch = PretendedDevice(), torch.tensor, launch.launch
 
     def tensor(data: Any, *, device: Any = None, **options: Any) -> Tensor:
         if device is None or torch.device(device).type != "cuda":
@@ -330,10 +330,10 @@ def pretended_device() -> Iterator[PretendedDevice]:
         with _disable_current_modes():
             plain_launch(kernel, grid, plain_arguments, **constants)
 
-    here = device
+    torch.utils._device._device_constructors()  # It is cached for ever, and reads `torch.tensor`, replaced below.
     users = kernel_users(plain_launch)
     without_driver = {"_lazy_init": lambda: None, "set_device": lambda _: None, "synchronize": lambda _=None: None}
-    replacing = without_driver | graph_functions(device)
+    replacing = without_driver | graph_functions(here)
     memory = (
         patch.object(driver_memory, "import_driver", lambda: here.driver),
         patch.object(arena, "tensor_at", here.tensor_at),
@@ -343,8 +343,8 @@ def pretended_device() -> Iterator[PretendedDevice]:
         for each in replaced:
             each.start()
         try:
-            with device:
-                yield device
+            with here:
+                yield here
         finally:
             for each in replaced:
                 each.stop()
