@@ -29,6 +29,14 @@ from requirements import requirements  # noqa: E402
 from torch_for_cpu import pinned_version  # noqa: E402
 
 LEFT_OUT = ("doc", "info", "locale", "man")
+HOOKS = (
+    # As in the official image, whose Dockerfile deletes them.
+    'find "$1" -name "*.pyc" -delete',
+    # mmdebstrap copies these of this machine.
+    ': > "$1/etc/hostname" && : > "$1/etc/resolv.conf"',
+    f'echo "deb http://deb.debian.org/debian {debian.SUITE} main" > "$1/etc/apt/sources.list"',
+)
+"""What is changed in a base image, whose root is ``$1``."""
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 OLD = 86400.0
 """Age in seconds after which images of other sources are deleted."""
@@ -206,9 +214,8 @@ class Builder:
         mmdebstrap = [self.tools.program("mmdebstrap"), "--mode=root", "--variant=essential", quick, *left_out]
         # With the date of the files, mmdebstrap leaves out logs and ids that differ between builds.
         environment = {**self._environment, "TMPDIR": str(self.workspace), "SOURCE_DATE_EPOCH": "0"}
-        # As in the official image, whose Dockerfile deletes them.
-        uncompiled = '--customize-hook=find "$1" -name "*.pyc" -delete'
-        command = [*mmdebstrap, f"--include={','.join(base.packages)}", uncompiled, debian.SUITE, tar, archive]
+        hooks = [f"--customize-hook={hook}" for hook in HOOKS]
+        command = [*mmdebstrap, f"--include={','.join(base.packages)}", *hooks, debian.SUITE, tar, archive]
         run_guarded(_private(command), self.log, env=environment)
         (self.workspace / "base").mkdir()
         (self.workspace / "base/Dockerfile").write_text('FROM scratch\nADD base.tar /\nCMD ["python3"]\n')
