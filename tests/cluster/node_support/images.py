@@ -246,11 +246,8 @@ class Builder:
 
     def _build_image(self, image: Image, wheels: Path) -> None:
         contexts = [f"--build-context=wheels={wheels}"] if image.wheels_for else []
-        folder = ROOT
-        if image is SMOLLM2:
-            folder = self.models
+        folder = self.context(image)
         if image is PAUSE:
-            folder = self.workspace / "pause"
             folder.mkdir()
             shutil.copy(self.tools.program("busybox"), folder / "busybox")
         flags = ["--pull-never", "--format=docker", "--layers", "--timestamp=0", "--network=none", "--isolation=oci"]
@@ -262,6 +259,10 @@ class Builder:
             "bud", *self._policy, *flags, f"--runtime={self.tools.program('runc')}", *contexts,
             "--build-arg=PIP_NO_INDEX=1", f"--file={ROOT / image.dockerfile}", f"--tag={image.name}", str(folder),
         )  # fmt: skip
+
+    def context(self, image: Image) -> Path:
+        """The folder whose files an image is built from."""
+        return {SMOLLM2: self.models, PAUSE: self.workspace / "pause"}.get(image, ROOT)
 
     def _names(self) -> set[str]:
         listed = self.asked("images", "--format={{.Name}}:{{.Tag}}")
