@@ -13,10 +13,14 @@ Turn = TypeVar("Turn")
 def run_in_turn(
     contenders: Sequence[Contender], rounds: int, run: Callable[[Contender, int], Turn]
 ) -> dict[Contender, list[Turn]]:
-    """The results of each contender in each round. They run in turn, so that other load on the machine affects all."""
+    """The results of each contender in each round.
+
+    They run in turn, so that other load on the machine affects all, and in the opposite order in each second round, so
+    that a machine that becomes slower or faster favours none.
+    """
     turns: dict[Contender, list[Turn]] = {contender: [] for contender in contenders}
     for number in range(rounds):
-        for contender in contenders:
+        for contender in contenders[:: -1 if number % 2 else 1]:
             turns[contender].append(run(contender, number))
     return turns
 

@@ -11,7 +11,7 @@ _FADING = 0.95
 """Weight of a draft relative to the next one."""
 _LOSS = 0.02
 """Largest part of the time that may be lost to drafts in the long run."""
-_MOST_PASSES = 2
+_MOST_PASSES = 1
 """Passes without drafts whose time may be lost at once, at first or after gains."""
 _PLAIN_INTERVAL = 64
 """Every so many passes, one without drafts is measured."""
