@@ -36,10 +36,9 @@ class Quickstart:
     def __init__(self, node: Node, prepared: Prepared, helm: Path, folder: Path) -> None:
         self._node, self._prepared = node, prepared
         self._rest = commands()
-        self._programs = folder / "programs"
-        self._programs.mkdir(parents=True)
-        (self._programs / "kubectl").symlink_to(node.kubectl_path)
-        plugin = self._programs / "kubectl-megatron"
+        self._plugins = folder / "plugins"
+        self._plugins.mkdir(parents=True)
+        plugin = self._plugins / "kubectl-megatron"
         plugin.write_text(f"#!{sys.executable}\nfrom megatron_operator.cli import plugin\nplugin()\n")
         plugin.chmod(0o755)
         self._kubeconfig = folder / "kubeconfig"
@@ -96,9 +95,9 @@ class Quickstart:
             builder.make(image)
 
     def _kubectl(self, *words: str) -> str:
-        path = f"{self._programs}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        path = f"{self._plugins}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         env = {**os.environ, "PATH": path, "KUBECONFIG": str(self._kubeconfig), "NO_PROXY": "127.0.0.1"}
-        command = [str(self._programs / "kubectl"), *words]
+        command = [str(self._node.kubectl_path), *words]
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS)
         if done.returncode != 0:
             raise CommandFailedError(f"kubectl {' '.join(words)}: exit status {done.returncode}\n{done.stderr.strip()}")
