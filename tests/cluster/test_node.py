@@ -78,8 +78,11 @@ def test_an_image_has_no_names_and_addresses_of_the_machine_that_built_it(prepar
     with tarfile.open(prepared_node.images / images.OPERATOR.archive) as archive:
         (manifest,) = json.loads(content(archive, "manifest.json"))
         with tarfile.open(fileobj=archive.extractfile(manifest["Layers"][0])) as base:
-            found = [content(base, f"etc/{name}") for name in ("hostname", "resolv.conf", "apt/sources.list")]
+            names = [f"etc/{name}" for name in ("hostname", "resolv.conf", "apt/sources.list")]
+            found = [content(base, name) for name in names]
+            modes = [base.getmember(name).mode for name in names]
     assert found == [b"", b"", f"deb http://deb.debian.org/debian {debian.SUITE} main\n".encode()]
+    assert modes == [0o644] * len(names)
 
 
 @pytest.mark.parametrize("end", [kill_starter, interrupt_starter])

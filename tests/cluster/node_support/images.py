@@ -32,8 +32,8 @@ LEFT_OUT = ("doc", "info", "locale", "man")
 HOOKS = (
     # As in the official image, whose Dockerfile deletes them.
     'find "$1" -name "*.pyc" -delete',
-    # mmdebstrap copies these of this machine.
-    ': > "$1/etc/hostname" && : > "$1/etc/resolv.conf"',
+    # mmdebstrap copies these of this machine, with modes that depend on the umask.
+    'for each in hostname resolv.conf; do install --mode=644 /dev/null "$1/etc/$each"; done',
     f'echo "deb http://deb.debian.org/debian {debian.SUITE} main" > "$1/etc/apt/sources.list"',
 )
 """What is changed in a base image, whose root is ``$1``."""
