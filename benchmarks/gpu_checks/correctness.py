@@ -22,6 +22,8 @@ from megatron_runtime.engine.sampling.filters.truncations import MinP, TopK, Top
 from megatron_runtime.engine.sampling.sampler import make_sampler, sample
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 from megatron_runtime.gpu import rows
+from megatron_runtime.launch.sample_model import MODEL, models_folder
+from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.model.config import LatentAttentionConfig, ModelConfig
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.products import FIXED_ROWS, linear
@@ -49,6 +51,9 @@ LATENT_MODEL: dict[str, Any] = {
     "latent_attention": LatentAttentionConfig(32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16),
 }
 """Changes of `small_model`."""
+PROMPTS = ("The capital of France is", "Water boils at", "Once upon a time, there was a")
+SAMPLE_RUNS = (("eager", 0, False), ("graphs one after the other", 1, True), ("graphs", 1, False))
+"""What a run is called, its number of graphs, and whether it reports log probabilities."""
 SAMPLERS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "all samplers": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2},
@@ -67,6 +72,7 @@ def checks(sizes: Sizes) -> Iterator[Check]:
     yield "bits of products with fixed rows", partial(check_products, sizes)
     yield "sampled tokens", partial(check_sampler, sizes.vocabulary)
     yield "engine's tokens", partial(check_engine, small_model())
+    yield "engine's tokens, SmolLM2", partial(check_sample_model, sizes)
 
 
 def compared(name: str, found: Tensor, expected: Tensor, dtype: torch.dtype) -> Result:
@@ -216,6 +222,33 @@ def same_tokens(
     """The row of an engine's tokens beside others, whose ``origin`` it names."""
     words = "equal" if found == expected else f"{found} instead of {expected}"
     return Result(name, words, origin, is_wrong=found != expected)
+
+
+def check_sample_model(sizes: Sizes) -> Iterator[Result]:
+    """Greedy tokens of SmolLM2 in float32, if it is at hand: those of log probabilities begin no next pass."""
+    name, path = "engine's tokens, SmolLM2", models_folder() / MODEL
+    if not sizes.has_gpu or not path.exists():
+        yield Result(name, "not run: " + (f"{path} is missing" if sizes.has_gpu else "it takes too long without a GPU"))
+        return
+    model, tokenizer = load_model(path, dtype="float32"), load_tokenizer(path)
+    prompts = [tokenizer.tokenize(text) for text in PROMPTS]
+    expected = sample_tokens(model, tokenizer, prompts, 0)
+    for kind, num_cuda_graphs, scored in SAMPLE_RUNS:
+        found = sample_tokens(on_device(model), tokenizer, prompts, num_cuda_graphs, scored=scored)
+        yield same_tokens(f"{name}, {kind}", found, expected)
+
+
+def sample_tokens(
+    model: Decoder, tokenizer: Tokenizer, prompts: list[list[int]], num_cuda_graphs: int, *, scored: bool = False
+) -> list[list[int]]:
+    """Greedy answers to the prompts, in one batch."""
+    config = InferenceConfig(
+        kv_cache_memory_bytes=64 << 20, max_sequence_length=256, max_requests=4, num_cuda_graphs=num_cuda_graphs
+    )
+    engine = DynamicInferenceEngine.build(model, tokenizer, config)
+    params = SamplingParams(temperature=0.0, num_tokens_to_generate=16, return_log_probs=scored)
+    params.skip_prompt_log_probs = scored
+    return [record.merge().generated_tokens for record in engine.generate(prompts, params)]
 
 
 def check_engine(model: Decoder, kind_of_model: str = "") -> Iterator[Result]:

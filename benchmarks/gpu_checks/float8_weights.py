@@ -158,7 +158,7 @@ def measure_mixture(sizes: Sizes) -> Iterator[Result]:
     free_memory(has_gpu=sizes.has_gpu)
     ceilings = copied_bytes_per_second(sizes), products_per_second(sizes)
     batches = sizes.batches if sizes.has_gpu else sizes.batches[:1]
-    sizes = replace(sizes, model=sizes.mixture, batches=batches)
+    sizes = replace(sizes, model=sizes.mixture, batches=batches, contexts=sizes.contexts[:1])
     model = random_model(sizes)
     quantize_linears(model.layers, GROUPS["blocks"])
     free_memory(has_gpu=sizes.has_gpu)

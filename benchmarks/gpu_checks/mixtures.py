@@ -114,9 +114,10 @@ def measure_passes(model: Decoder, sizes: Sizes, bandwidth: float, flops: float)
     of_head = head.weight.numel() * sizes.dtype.itemsize  # Of one token of a prompt.
     yield prefill(model, sizes, dense - of_head + round(share * of_experts), flops)
     of_experts, dense = divided({name: each.numel() * each.element_size() for name, each in weights.items()})
-    for requests in sizes.batches:
-        needed = dense + round((1 - (1 - share) ** requests) * of_experts)
-        yield decode(model, sizes, requests, sizes.contexts[0], needed, bandwidth)
+    for context in sizes.contexts:
+        for requests in sizes.batches:
+            needed = dense + round((1 - (1 - share) ** requests) * of_experts)
+            yield decode(model, sizes, requests, context, needed, bandwidth)
 
 
 def divided(parts: dict[str, int]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Tensor parallel ranks, each with a GPU of this machine: their tokens, their steps, and a rank that is killed."""
+"""Tensor parallel ranks, each with a GPU of this machine: their sums, tokens and steps, and a rank that is killed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from gpu_support.small_engine import generate, random_decoder, small_engine
 
+from gpu_checks import rank_sums
 from gpu_checks.engine_speed import GREEDY, SAMPLED, abort_requests, load_of, make_engine, timed_steps
 from gpu_checks.random_models import random_model
 from gpu_checks.results import Check, Result, Sizes, free_memory
 from megatron_runtime.errors import LostRankError
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.refit import update_weights
-from megatron_runtime.parallel.join import join_replica_group
 from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.sampling_params import SamplingParams
@@ -58,6 +58,7 @@ def _check(sizes: Sizes, count: int) -> Iterator[Result]:
     found, killed_at = _run(sizes, count)
     name = f"{count} GPUs" if sizes.has_gpu else f"{count} ranks"
     device = "cuda" if sizes.has_gpu else "cpu"
+    yield from rank_sums.rows_of(name, [said["sums"] for said in found])
     for kind, params in _SAMPLERS.items():
         expected = _tokens(_model(), device, params)
         wrong = [rank for rank, said in enumerate(found) if said["tokens"][kind] != expected]
@@ -79,10 +80,10 @@ def _run(sizes: Sizes, count: int) -> tuple[list[dict[str, Any]], float]:
     Raises:
         RuntimeError: A rank fails, or says nothing in time.
     """
-    port = free_port()
+    ports = {kind: free_port() for kind in rank_sums.KINDS}
     pairs = [_context.Pipe() for _ in range(count)]
     ranks = [
-        _context.Process(target=_rank, args=(theirs, rank, count, port, sizes), daemon=True)
+        _context.Process(target=_rank, args=(theirs, rank, count, ports, sizes), daemon=True)
         for rank, (_, theirs) in enumerate(pairs)
     ]
     for rank in ranks:
@@ -111,18 +112,23 @@ def _received(end: Connection, deadline: float) -> dict[str, Any]:
     return found
 
 
-def _rank(end: Connection, number: int, count: int, port: int, sizes: Sizes) -> None:
+def _rank(end: Connection, number: int, count: int, ports: dict[str, int], sizes: Sizes) -> None:
     """A process: one rank."""
     torch.set_num_threads(1)
     device = "cuda" if sizes.has_gpu else "cpu"
     if sizes.has_gpu:
         torch.cuda.set_device(number)
     position = ParallelSizes(tensor=count).position_in_replica_group(number)
-    ranks = join_replica_group(position, host="127.0.0.1", port=port, key="benchmark", device_type=device)
+    sums = {}
+    for kind, port in reversed(ports.items()):
+        ranks = rank_sums.join(position, port, device, kind)
+        sums[kind] = rank_sums.find_sums(sizes, ranks, device)
+        if kind != "chosen":
+            ranks.close()
     part = Decoder(_model().config, dtype=torch.float32, ranks=ranks)
     update_weights(part, _model().destinations())
     tokens = {kind: _tokens(part, device, params) for kind, params in _SAMPLERS.items()}
-    end.send_bytes(pickle.dumps({"tokens": tokens, "seconds": _step_seconds(sizes, ranks, device)}))
+    end.send_bytes(pickle.dumps({"sums": sums, "tokens": tokens, "seconds": _step_seconds(sizes, ranks, device)}))
     try:
         _go_on(sizes, ranks, device)
     except LostRankError as error:

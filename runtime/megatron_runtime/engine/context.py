@@ -29,7 +29,7 @@ from megatron_runtime.engine.scheduling.state_snapshots import StateSnapshots
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.forward_batch import AdapterRows, ForwardBatch, HostTables
+from megatron_runtime.model.forward_batch import AdapterRows, ForwardBatch, HostTables, rows_of_adapters
 from megatron_runtime.model.hidden_pool import HiddenPool
 from megatron_runtime.model.kernels.gpu_attention import cache_dtype
 from megatron_runtime.model.kv_cache import KVCache
@@ -223,13 +223,12 @@ class DynamicInferenceContext:
         }
         if self.has_states:
             arrays["state_slots"] = flat.rows.astype(np.int64)
-        return ForwardBatch(**on_device(arrays, self.device), adapters=self._adapter_rows(slices), host_tables=tables)
-
-    def _adapter_rows(self, slices: Slices[SequenceSlice]) -> AdapterRows | None:
-        if all(part.sequence.adapter is None for part in slices):
-            return None
-        slots = [-1 if part.sequence.adapter is None else part.sequence.adapter for part in slices]
-        return AdapterRows(np.repeat(np.array(slots, np.int32), [part.length for part in slices]), self.device)
+        slots = _adapters_of_rows(slices)
+        rows = {} if slots is None else rows_of_adapters(slots)
+        there = on_device(arrays | {f"adapter {slot}": rows[slot] for slot in rows}, self.device)
+        groups = {slot: there.pop(f"adapter {slot}") for slot in rows}
+        adapters = None if slots is None else AdapterRows(slots, groups)
+        return ForwardBatch(**there, adapters=adapters, host_tables=tables)
 
     def sampling_rules(self, slices: Slices[SequenceSlice], *, with_edits: bool = True) -> SamplingRules:
         """The sampling rules of the slices that sample. Without edits, the tokens of the slices need not be known."""
@@ -303,6 +302,14 @@ class DynamicInferenceContext:
         rows = [sequence.row for sequence in running]
         assert None not in rows, "a running sequence has no row"
         assert sorted([*self._free_rows, *(row for row in rows if row is not None)]) == list(range(self.max_requests))
+
+
+def _adapters_of_rows(slices: Slices[SequenceSlice]) -> NDArray[np.int32] | None:
+    """As `AdapterRows.slots`; None without any adapter."""
+    if all(part.sequence.adapter is None for part in slices):
+        return None
+    slots = [-1 if part.sequence.adapter is None else part.sequence.adapter for part in slices]
+    return np.repeat(np.array(slots, np.int32), [part.length for part in slices])
 
 
 def _row_of(sequence: Sequence) -> int:

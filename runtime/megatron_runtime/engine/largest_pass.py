@@ -62,6 +62,7 @@ def _bytes_of_pass(
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     run_largest_pass(controller, limits, cached, records_routing=records_routing)
+    controller.model.ranks.await_device()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
 

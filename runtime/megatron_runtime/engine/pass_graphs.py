@@ -158,12 +158,12 @@ class PassGraphs:
         device, tables = model.device, context.block_tables
         self._inputs = GraphInputs(tables, context.max_requests, GraphSize(max(size.tokens for size in sizes), largest))
         with naming_device_memory("for the buffers of CUDA graphs", device, remedy=_REMEDY):
-            self._arrays = PersistentArrays(self._inputs.fields, device)
+            self._arrays = PersistentArrays(self._inputs.fields, device, model.ranks.await_device)
             self._flat_tables = torch.zeros((context.max_requests + 1) * tables.width, dtype=torch.int32, device=device)
             self._tables = self._flat_tables.view(-1, tables.width)
             self._logits = torch.zeros(largest, model.config.vocab_size, device=device)
             self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
-            self._copies = TokenCopies(self._tokens)
+            self._copies = TokenCopies(self._tokens, model.ranks.await_device)
             self._starts = torch.arange(largest + 1, dtype=torch.int32, device=device)
 
     @property
@@ -186,7 +186,7 @@ class PassGraphs:
         self._arrays.send()
         gc.collect()  # Memory that is freed during a capture can't be returned to the driver.
         with naming_device_memory("while it captured CUDA graphs", device, remedy=_REMEDY):
-            recorder = GraphRecorder(device)
+            recorder = GraphRecorder(device, self._model.ranks.await_device)
             for size in reversed(self._sizes):  # so that smaller ones fit the memory of the largest one
                 self._graphs[size] = recorder.record(partial(self._forward, size))
                 if not size.has_prompts:

@@ -64,6 +64,7 @@ class PassRunner:
         self._requests = requests
         self._starter = PassStarter(controller, context, scheduler, requests, graphs)
         self.drafter = Drafter(context, controller.model, scheduler.goodput)
+        self._tracks_tokens = context.config.track_generated_token_events
         self._in_flight: deque[_Pass] = deque()
         self.prompt_tokens_total = 0
         self.generated_tokens_total = 0
@@ -213,15 +214,15 @@ class PassRunner:
         seconds = self._context.clock() - done.started if output.seconds is None else output.seconds
         next_log_prob = 0
         for part, tracked in zip(done.slices, done.requests, strict=True):
+            sequence, count = part.sequence, part.num_log_probs
             row, token = next(tokens) if part.samples else (None, None)
-            count = part.num_log_probs
             next_log_prob += count
-            sampled = [next(tokens)[1] for _ in part.drafts]
+            sampled = [next(tokens)[1] for _ in part.drafts] if part.drafts else None
             states = next(pooled) if output.pooled and part.num_pooled else None
             if not part.counts:
                 continue
-            if row is not None and (output.mask_milliseconds or part.sequence.mask_milliseconds):
-                part.sequence.note_mask(output.mask_milliseconds.get(row, 0))
+            if row is not None and (output.mask_milliseconds or sequence.mask_milliseconds):
+                sequence.note_mask(output.mask_milliseconds.get(row, 0))
             if states is not None and tracked.pooled is not None:
                 tracked.pooled.add(states)
             if row in output.dead_ends:
@@ -268,11 +269,11 @@ class PassRunner:
         reason = tracked.settle(part, token, scores)
         if token is not None and tracked.num_generated > known:
             self.generated_tokens_total += 1
-            if self._context.config.track_generated_token_events:
+            if self._tracks_tokens:
                 self._note_token_event(tracked, token)
         if reason is not None:
             self.finish(tracked, reason)
-        else:
+        elif tracked.params.streaming:
             self._requests.note_partial(tracked)
 
     def _note_token_event(self, tracked: TrackedRequest, token: int) -> None:

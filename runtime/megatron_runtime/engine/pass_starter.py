@@ -83,6 +83,8 @@ class PassStarter:
             known = self._outputs.own(slices, lambda: output)()  # Other stages wait for it.
             return lambda: known
         self._controller.model(batch, self._context.kv_cache, tape)
+        if tape is not None:
+            self._controller.model.ranks.await_device()
         self._context.routing.store(batch.slots, tape)
         return self._outputs.awaited(slices)
 

@@ -97,6 +97,7 @@ class TextGenerationController:
             logits = logits.clone() if wanted is not None and sampled is logits else logits
             sampler.edit_(sampled)
         tokens = sampler.sample(sampled)
+        self.model.ranks.await_device()
         scores = None
         if wanted is not None:
             chosen, ids, values = _log_probs(logits, tokens, wanted)

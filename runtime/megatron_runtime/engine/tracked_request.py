@@ -63,6 +63,8 @@ class TrackedRequest:
         self._generated: list[int] = []
         self._log_probs: list[float] = []
         self._top_n: list[dict[str, float]] = []
+        self.num_generated = 0
+        """Number of generated tokens."""
         self._num_emitted = 0
         self._terminated = False
         self._first_token_time: float | None = None
@@ -110,11 +112,6 @@ class TrackedRequest:
             return "length"
         return None
 
-    @property
-    def num_generated(self) -> int:
-        """Number of generated tokens."""
-        return len(self._generated)
-
     def settle(self, part: SequenceSlice, token: int | None, log_probs: Scores) -> FinishReason | None:
         """Apply the output of a pass for the request's slice.
 
@@ -126,15 +123,21 @@ class TrackedRequest:
         Returns:
             The reason if the request has ended.
         """
+        request, sequence = self.record.requests[-1], part.sequence
         # Where tokens are generated, the whole prompt was computed by an earlier pass.
-        if token is None or self.current.status is not Status.ACTIVE_AND_GENERATING_TOKENS:
+        if token is None or request.status is not Status.ACTIVE_AND_GENERATING_TOKENS:
             self._note_progress(part.end, samples=token is not None)
         reason: FinishReason | None = None
-        if token is not None and len(part.sequence.tokens) >= part.sequence.max_length:
+        if token is not None and len(sequence.tokens) >= sequence.max_length:
             # The pass only computed log probabilities: the sampled token is dropped.
             reason, log_probs = "length" if self.pooled is None else "stop", log_probs[:-1]
         elif token is not None:
-            reason = self._accept(token)
+            if self._first_token_time is None:
+                self._first_token_time = time.time()
+            sequence.tokens.append(token)
+            reason = self._append_token(token)
+            if reason is None and len(sequence.tokens) >= sequence.max_length:
+                reason = "length"
         for value, top_n in log_probs:
             self._add_log_prob(value, top_n)
         return reason
@@ -186,7 +189,7 @@ class TrackedRequest:
             return None
         self._num_emitted = end
         return PartialOutput(
-            self.request_id,
+            self.record.request_id,
             self._generated[start:end],
             self._log_probs[start:end] if params.return_log_probs else None,
             self._top_n[start:end] if params.top_n_logprobs else None,
@@ -217,16 +220,6 @@ class TrackedRequest:
         """Resolve the future."""
         resolve(self.future, self.record)
 
-    def _accept(self, token: int) -> FinishReason | None:
-        assert self.sequence is not None
-        if self._first_token_time is None:
-            self._first_token_time = time.time()
-        self.sequence.tokens.append(token)
-        reason = self._append_token(token)
-        if reason is None and len(self.sequence.tokens) >= self.sequence.max_length:
-            return "length"
-        return reason
-
     def _add_log_prob(self, value: float, top_n: dict[str, float]) -> None:
         """Append the log probability of the next token without one, of the prompt or of the answer."""
         assert self.sequence is not None
@@ -252,8 +245,9 @@ class TrackedRequest:
 
     def _append_token(self, token: int) -> FinishReason | None:
         self._generated.append(token)
-        self.current.generated_tokens.append(token)
-        may_end = len(self._generated) > self.params.min_tokens
+        self.num_generated += 1
+        self.record.requests[-1].generated_tokens.append(token)
+        may_end = self.num_generated > self.params.min_tokens
         if may_end and token in self.stop_ids:
             self._terminated = True
             return "stop"

@@ -14,9 +14,12 @@ class GraphRecorder:
 
     Args:
         device: The GPU, which is the current one of this thread.
+        await_device: Waits until it has done what it has begun, as `parallel.ranks.Ranks.await_device`; None: the
+            beginning of a capture waits.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, await_device: Callable[[], None] | None = None) -> None:
+        self._await_device = await_device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -31,6 +34,8 @@ class GraphRecorder:
         with torch.cuda.stream(self._stream):
             work()
         current.wait_stream(self._stream)
+        if self._await_device is not None:
+            self._await_device()
         graph = torch.cuda.CUDAGraph()
         # Other threads, as those of NCCL, may ask the device for what a thread that captures may not.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):

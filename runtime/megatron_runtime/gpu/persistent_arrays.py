@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,15 +22,21 @@ class PersistentArrays:
     Args:
         fields: By name, the type and the number of elements.
         device: The GPU.
+        await_event: Waits for an event, as `parallel.ranks.Ranks.await_device`.
     """
 
-    def __init__(self, fields: Mapping[str, tuple[DTypeLike, int]], device: torch.device) -> None:
+    def __init__(
+        self,
+        fields: Mapping[str, tuple[DTypeLike, int]],
+        device: torch.device,
+        await_event: Callable[[torch.cuda.Event], None],
+    ) -> None:
         places, size = {}, 0
         for name, (dtype, count) in fields.items():
             places[name] = slice(size, size + count * np.dtype(dtype).itemsize)
             size += -(-(places[name].stop - size) // _ALIGNMENT) * _ALIGNMENT
         self._device_bytes = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._host_buffers = [_HostBuffer(size) for _ in range(_HOST_BUFFERS)]
+        self._host_buffers = [_HostBuffer(size, await_event) for _ in range(_HOST_BUFFERS)]
         dtypes = {name: np.dtype(dtype) for name, (dtype, _) in fields.items()}
         self.there: dict[str, Tensor] = {
             name: self._device_bytes[place].view(torch.from_numpy(np.empty(0, dtypes[name])).dtype)
@@ -58,7 +64,8 @@ class PersistentArrays:
 class _HostBuffer:
     """Pinned memory, and the end of the last copy from it."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, await_event: Callable[[torch.cuda.Event], None]) -> None:
+        self._await_event = await_event
         self._pinned = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
         self.numpy: NDArray[np.uint8] = self._pinned.numpy()
         self._copied: torch.cuda.Event | None = None
@@ -70,4 +77,4 @@ class _HostBuffer:
 
     def wait(self) -> None:
         if self._copied is not None and not self._copied.query():  # type: ignore[no-untyped-call]
-            self._copied.synchronize()
+            self._await_event(self._copied)

@@ -8,6 +8,7 @@ import torch
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.device_memory import describe_shortage
 from megatron_runtime.model.lora.adapter import Adapter
 from megatron_runtime.model.refit import READ_TIMEOUT
 
@@ -28,18 +29,26 @@ def load_adapter(
         device: The device that computes, for a decoder whose weights may be released; None: that of the weights.
 
     Raises:
-        CheckpointError: It can't be read, does not fit the model, or needs what is not supported.
+        CheckpointError: It can't be read, does not fit the model or the memory, or needs what is not supported.
     """
     adapter: Adapter | None = None
     failure: Exception | None = None
+    slots = model.use_adapters(device)
     try:
-        adapter = model.use_adapters(device).read(path, max_rank)
+        adapter = slots.read(path, max_rank)
+        slots.put(slot, adapter)
+    except torch.OutOfMemoryError as error:
+        shortage = describe_shortage("while it loaded an adapter", device or model.device, error)
+        failure = CheckpointError(
+            f"{path}: {shortage}; lower --kv-cache-memory, or load fewer adapters or some of a lower rank"
+        )
     except Exception as error:  # Any error, so that the other ranks do not use an adapter that this rank can't.
         failure = error
     shared = model.ranks.first_error(None if failure is None else str(failure) or repr(failure), READ_TIMEOUT)
     if failure is not None:
         raise failure if isinstance(failure, CheckpointError) else CheckpointError(f"{path}: {failure}") from failure
-    if shared is not None or adapter is None:
+    assert adapter is not None, "there was no error"
+    if shared is not None:
+        slots.free(slot)
         raise CheckpointError(f"on another rank: {shared}")
-    model.use_adapters().put(slot, adapter)
     return adapter

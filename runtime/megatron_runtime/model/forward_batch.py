@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,14 +18,13 @@ class AdapterRows:
     slots: NDArray[np.int32]
     """[T], the slot of each row's adapter; -1 for none."""
 
-    device: torch.device
-    """The device that computes."""
+    groups: Mapping[int, Tensor]
+    """Every slot in use, with its rows: int64 [rows of the slot], on the device."""
 
-    @cached_property
-    def groups(self) -> list[tuple[int, Tensor]]:
-        """Every slot in use, with its rows: int64 [rows of the slot], on the device."""
-        used = np.unique(self.slots[self.slots >= 0]).tolist()
-        return [(slot, torch.from_numpy(np.flatnonzero(self.slots == slot)).to(self.device)) for slot in used]
+
+def rows_of_adapters(slots: NDArray[np.int32]) -> dict[int, NDArray[np.int64]]:
+    """The `AdapterRows.groups` of these slots, on the host."""
+    return {slot: np.flatnonzero(slots == slot) for slot in np.unique(slots[slots >= 0]).tolist()}
 
 
 class HostTables(NamedTuple):

@@ -13,6 +13,7 @@ from megatron_runtime.parallel.exchange import Exchange
 from megatron_runtime.parallel.gpu_collectives import GpuCollectives
 from megatron_runtime.parallel.layout import RankPosition
 from megatron_runtime.parallel.process_groups import ProcessGroups
+from megatron_runtime.parallel.symmetric_memory import Share, open_symmetric_sums
 
 
 class Collectives(Protocol):
@@ -25,8 +26,20 @@ class Collectives(Protocol):
         ...
 
     @property
+    def can_abort(self) -> bool:
+        """Whether `abort` ends the work of the device. Otherwise the host must not wait for it without an end."""
+        ...
+
+    @property
     def gathers_to_all(self) -> bool:
         """Whether `gather` has a result on all ranks of the layer, not on the first one alone."""
+        ...
+
+    @property
+    def adds_up_in_order(self) -> bool:
+        """Whether parts are added in the order of the ranks. On GPUs, sums that `SymmetricSums.fits` does not support
+        are not.
+        """
         ...
 
     def sum(self, part: Tensor) -> Tensor:
@@ -52,7 +65,11 @@ class Collectives(Protocol):
 
 
 def make_collectives(
-    device: torch.device, position: RankPosition, groups: ProcessGroups, open_exchange: Callable[[str, range], Exchange]
+    device: torch.device,
+    position: RankPosition,
+    groups: ProcessGroups,
+    open_exchange: Callable[[str, range], Exchange],
+    share: Share,
 ) -> Collectives:
     """Those of the device.
 
@@ -61,7 +78,8 @@ def make_collectives(
         position: The place of this rank.
         groups: Its process groups.
         open_exchange: Opens an exchange with a name between some ranks, for a CPU.
+        share: Shares what all ranks of the replica group contribute, for GPUs.
     """
     if device.type == "cuda":
-        return GpuCollectives(groups, device)
+        return GpuCollectives(groups, device, open_symmetric_sums(position, groups, device, share))
     return CpuCollectives(position, groups, open_exchange)

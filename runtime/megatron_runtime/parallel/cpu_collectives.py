@@ -22,6 +22,8 @@ class CpuCollectives:
     """
 
     only_begins = False
+    can_abort = True
+    adds_up_in_order = True
     gathers_to_all = False
 
     def __init__(

@@ -2,6 +2,10 @@
 
 On a CPU the host waits itself, and notices at once that a connection has ended. On a GPU the host waits for its own
 device, and a library such as NCCL does not notice that the other process has ended.
+
+What nothing can abort, as kernels that poll symmetric memory, never ends. There the host asks whether an event has
+occurred, instead of waiting for it, and goes on once the watch has found the lost rank. The device, and what it has
+computed, is of no use from then on, and neither is this process.
 """
 
 from __future__ import annotations
@@ -15,7 +19,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+import torch
+
 from megatron_runtime.errors import LostRankError
+from megatron_runtime.parallel.exit_limit import limit_exit
 from megatron_runtime.parallel.failure_detector import FailureDetector
 
 logger = logging.getLogger(__name__)
@@ -28,6 +35,10 @@ _LAST_GRACE = 5.0
 """Seconds after which work has to have ended, once it is aborted."""
 _PERIOD, _SHORT_PERIOD = 1.0, 0.1
 """Seconds between two looks at the time that work takes; the short one once a connection has ended."""
+_EVENT_PERIOD = 2e-5
+"""Seconds between two looks at an event of the device."""
+_VERDICT = 10.0
+"""Seconds from the end of a connection until a lost rank is named, at most."""
 
 
 class DeviceWatch:
@@ -52,10 +63,13 @@ class DeviceWatch:
         self._abort = abort
         self._timeout = timeout
         self.act: Callable[[LostRankError], None] | None = None
-        """Called if this object is not closed within seconds after an abort, which may fail itself."""
+        """Called if this object is not closed within seconds after an abort, which may fail itself. Without it, the
+        process ends then if the host still waits."""
         self._work: tuple[float, float] | None = None
         """The beginning and the end of the time for the work that is supervised."""
         self._lost: LostRankError | None = None
+        self._has_ended_connection = threading.Event()
+        self._has_lost = threading.Event()
         self._has_verdict = False
         self._closed = threading.Event()
         self._wake = os.eventfd(0)
@@ -67,11 +81,15 @@ class DeviceWatch:
         """As in Ranks. Work within supervised work belongs to it."""
         if self._work is not None:
             return work()
+        if self._lost is not None:  # The work would wait for the device, which may never do it.
+            raise self._lost
         now = time.monotonic()
         self._work = (now, now + (self._timeout if timeout is None else timeout))
         try:
             result = work()
         except Exception as error:
+            if isinstance(error, torch.AcceleratorError) and self._has_ended_connection.wait(_GRACE):
+                self._has_lost.wait(_VERDICT)  # The memory of the lost rank may be the cause of the device's error.
             if self._lost is not None:
                 raise self._lost from error
             raise
@@ -80,6 +98,15 @@ class DeviceWatch:
         if self._lost is not None:  # The result is that of an aborted device.
             raise self._lost
         return result
+
+    def wait_until(self, has_occurred: Callable[[], bool]) -> None:
+        """Wait, within supervised work, for an event of the device that may never occur. Raises LostRankError once a
+        rank is lost.
+        """
+        while not has_occurred():
+            if self._lost is not None:
+                raise self._lost
+            time.sleep(_EVENT_PERIOD)
 
     @property
     def has_aborted(self) -> bool:
@@ -90,6 +117,8 @@ class DeviceWatch:
         """Abort the device's work, which waits for the ranks that this error names; once, and without waiting."""
         if self._lost is None:
             self._lost = lost
+            self._has_lost.set()
+            limit_exit()
             # In a thread, because it may not end.
             threading.Thread(target=self._try_abort, name="device-abort", daemon=True).start()
 
@@ -112,8 +141,13 @@ class DeviceWatch:
             return
         lost = self._failure_detector.lost(self._failure_detector.doing, cause)
         self.abort_for(lost)
-        if not self._closed.wait(_LAST_GRACE) and self.act is not None:
+        if self._closed.wait(_LAST_GRACE):
+            return
+        if self.act is not None:
             self.act(lost)
+        elif self._work is not None:
+            logger.critical("%s; this process ends, because it would wait for its device for ever", lost)
+            os._exit(1)
 
     def _first_failure(self, ends: list[socket.socket]) -> OSError | None:
         """Waits for it; None once this object is closed."""
@@ -126,6 +160,7 @@ class DeviceWatch:
                 if descriptor != self._wake:
                     poll.unregister(descriptor)
                     ended = ConnectionResetError("a connection was closed while the device computed")
+                    self._has_ended_connection.set()
             if self._closed.is_set():
                 return None
             if self._has_verdict:

@@ -1,4 +1,4 @@
-"""Sums and gathers of tensors on GPUs, by NCCL.
+"""Sums and gathers of tensors on GPUs, by NCCL, and sums within a machine by symmetric memory.
 
 Each operation is a launch on the current stream, which CUDA graphs can capture. The host does not wait for it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_runtime.parallel.process_groups import ProcessGroups
+from megatron_runtime.parallel.symmetric_memory import SymmetricSums
 
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _NO_HANDLING = "0"
@@ -32,14 +33,31 @@ class GpuCollectives:
     Args:
         groups: The process groups.
         device: The GPU of this rank.
+        symmetric: Sums over symmetric memory, by process group.
     """
 
     only_begins = True
     gathers_to_all = True
 
-    def __init__(self, groups: ProcessGroups, device: torch.device) -> None:
+    def __init__(
+        self,
+        groups: ProcessGroups,
+        device: torch.device,
+        symmetric: Mapping[dist.ProcessGroup, SymmetricSums] | None = None,
+    ) -> None:
         self._groups = groups
         self._device = device
+        self._symmetric = symmetric or {}
+
+    @property
+    def can_abort(self) -> bool:
+        """As in Collectives: nothing ends kernels that poll symmetric memory."""
+        return not self._symmetric
+
+    @property
+    def adds_up_in_order(self) -> bool:
+        """As in Collectives."""
+        return bool(self._symmetric)
 
     def sum(self, part: Tensor) -> Tensor:
         """As in Collectives."""
@@ -84,7 +102,14 @@ class GpuCollectives:
         """Does nothing."""
 
     def _all_reduce(self, part: Tensor, group: dist.ProcessGroup) -> None:
-        """Add up the parts of all ranks of the group in place."""
+        """Add up the parts of all ranks of the group in place: the one place that chooses how."""
+        symmetric = self._symmetric.get(group)
+        if symmetric is not None and symmetric.fits(part):
+            symmetric.add_up(part)
+        else:
+            self._reduce_by_nccl(part, group)
+
+    def _reduce_by_nccl(self, part: Tensor, group: dist.ProcessGroup) -> None:
         dist.all_reduce(part, group=group)
 
     def _all_gather(self, gathered: Tensor, part: Tensor) -> None:

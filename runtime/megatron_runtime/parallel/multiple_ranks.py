@@ -63,12 +63,14 @@ class MultipleRanks:
         self._others = position.others
         self._inbox = self._open_channel("inbox", 0, address)
         self._outcome = self._open_channel("outcome", position.sampler, address)
-        self._collectives = make_collectives(self._device, position, groups, partial(self._open_exchange, address))
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         self._synchronizations = 0
         self._closed = False
         self._watch: LinkWatch | None = None
         self._device_watch: DeviceWatch | None = None
+        self._collectives = make_collectives(
+            self._device, position, groups, partial(self._open_exchange, address), self._synchronize
+        )
         if self._collectives.only_begins:
             self._device_watch = DeviceWatch(self._ends, failure_detector, self._abort, timeout)
 
@@ -83,6 +85,11 @@ class MultipleRanks:
     def samples_for_all(self) -> bool:
         """As in Ranks."""
         return not self._collectives.gathers_to_all
+
+    @property
+    def adds_up_in_order(self) -> bool:
+        """As in Collectives: then the bits of a row's sum do not depend on other rows."""
+        return self._collectives.adds_up_in_order
 
     def share_inbox(self, inbox: bytes | None) -> bytes:
         """As in Ranks."""
@@ -157,6 +164,17 @@ class MultipleRanks:
     def supervise(self, work: Callable[[], T], timeout: float | None = None) -> T:
         """As in Ranks."""
         return work() if self._device_watch is None else self._device_watch.supervise(work, timeout)
+
+    def await_device(self, event: torch.cuda.Event | None = None) -> None:
+        """As in Ranks."""
+        if self._device_watch is None or self._collectives.can_abort:
+            if event is not None:
+                event.synchronize()
+            return
+        if event is None:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self.supervise(partial(self._device_watch.wait_until, event.query))
 
     def close(self) -> None:
         """As in Ranks. Messages that were sent are delivered first, if they are read within the timeout."""

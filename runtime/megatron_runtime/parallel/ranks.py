@@ -126,6 +126,17 @@ class Ranks(Protocol):
         """
         ...
 
+    def await_device(self, event: torch.cuda.Event | None = None) -> None:
+        """Wait for what the device of this rank has to do, without an end only if `supervise` can end it.
+
+        Before the host reads a result, it calls this, or else the read itself would wait. Raises LostRankError as
+        `supervise` does.
+
+        Args:
+            event: Wait for it; None: for all that the current stream has, if a read could wait without an end.
+        """
+        ...
+
     def close(self) -> None:
         """Leave the group. Called on all ranks, in any order."""
         ...

@@ -89,5 +89,10 @@ class SingleRank:
         del timeout
         return work()
 
+    def await_device(self, event: torch.cuda.Event | None = None) -> None:
+        """Waits for the event."""
+        if event is not None:
+            event.synchronize()
+
     def close(self) -> None:
         """Does nothing."""

@@ -22,6 +22,7 @@ from megatron_runtime.errors import CheckpointError, ConfigurationError, Invalid
 from megatron_runtime.inference_request import DynamicInferenceRequest
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.model.kv_cache import KVCache
+from megatron_runtime.model.lora.adapted_linear import UpdateTable
 from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.items import AdapterEntry
@@ -99,6 +100,30 @@ def test_answers_of_one_batch_are_those_of_merged_weights(
     assert answers[1].generated_tokens == alone[0].generated_tokens
     assert answers[0].generated_tokens == answers[3].generated_tokens
     assert len({tuple(answer.generated_tokens) for answer in answers}) == 3
+
+
+def test_an_adapter_without_memory_is_refused_with_the_remedy_and_changes_nothing(
+    make_engine: MakeEngine, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    engine.adapters.load("first", folders["first"])
+    before = ask(engine, "first", None)
+    calls, replace = [], UpdateTable.replace
+
+    def fail_once(table: UpdateTable, updates: Any) -> None:
+        calls.append(len(updates))
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        replace(table, updates)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UpdateTable, "replace", fail_once)
+        with pytest.raises(CheckpointError, match=r"second: cpu ran out of memory while it .*; lower --kv-cache-mem"):
+            engine.adapters.load("second", folders["second"])
+    assert [request.generated_tokens for request in ask(engine, "first", None)] == [r.generated_tokens for r in before]
+    with pytest.raises(InvalidRequestError, match="loaded adapters: first"):
+        engine.adapters.find("second")
+    engine.adapters.load("second", folders["second"])
 
 
 def test_speculation_changes_no_answer_of_an_adapter(make_engine: MakeEngine, folders: dict[str, Path]) -> None:
@@ -248,6 +273,8 @@ def test_all_ranks_change_adapters_at_the_same_point(
     paths = list(folders.values())
     results = run_ranks(lock_step_scenarios.adapt, 2, sizes, free_port(), checkpoint, paths)
     assert [each["loaded"] for each in results] == [0, 0]
+    assert "on another rank: " in results[0]["shortage"]
+    assert "cpu ran out of memory while it loaded an adapter (CUDA out of memory); lower" in results[0]["shortage"]
     assert "nowhere: has no adapter_config.json" in results[0]["error"]
     assert results[0]["refused"] == "FAILED"
     for reference, tokens in zip(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,14 +18,18 @@ from gpu_support.small_engine import (
     small_engine,
     suspend_and_resume,
 )
+from runtime_support.adapters import write_adapter_of
 from runtime_support.byte_backend import END
 
 from megatron_runtime.config import InferenceConfig
+from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.model.config import ClampedGate, ExpertsConfig, QueryTemperature
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.sampling_params import SamplingParams
 
+ADAPTED = {"self_attn.q_proj": (32, 32), "self_attn.v_proj": (16, 32), "mlp.down_proj": (32, 64)}
+"""Modules with adapters, and the shapes of their matrices in `random_decoder`."""
 LAUNCHES_AROUND_LAYERS = 6
 """Embedding, rotation, and from the last layer to logits."""
 LAUNCHES_PER_LAYER = 11
@@ -101,6 +106,35 @@ def test_the_engine_gives_the_tokens_of_the_cpu(case: dict[str, Any]) -> None:
     assert device.work.kernels[splits] >= LAYERS
     assert device.work.kernels[storing] >= LAYERS
     assert ("race_tokens" in device.work.kernels) == ("temperature" in given["params"])
+
+
+def test_requests_with_adapters_have_the_tokens_of_the_cpu_without_a_wait_or_an_unpinned_copy(tmp_path: Path) -> None:
+    """In passes that other requests share; the rows of each adapter come with the other tables."""
+    shapes = {f"model.layers.0.{name}": size for name, size in ADAPTED.items()}
+    targets = [name.rpartition(".")[2] for name in ADAPTED]
+    folders = [write_adapter_of(tmp_path / name, shapes, targets=targets, seed=len(name)) for name in ("one", "three")]
+    model = random_decoder(num_layers=1)
+
+    def answers(engine: DynamicInferenceEngine) -> list[list[int]]:
+        for folder in folders:
+            engine.adapters.load(folder.name, folder)
+        futures = [
+            engine.add_request(
+                number, [65 + number] * 5, SamplingParams(temperature=0.0, ignore_eos=True, adapter=name)
+            )
+            for number, name in enumerate(("one", None, "three"))
+        ]
+        device.work = Work()
+        for _ in range(6):
+            engine.step_modern()
+        return [engine.get_request(number).generated_tokens for number in range(len(futures))]
+
+    with pretended_device() as device:
+        found = answers(small_engine(on_gpu(model)))
+        assert sum(device.work.waits.values()) == 6, device.work.waits
+        assert +device.work.copies == {}
+    assert found == answers(small_engine(random_decoder(num_layers=1)))
+    assert len({tuple(tokens) for tokens in found}) == 3
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_graphs_and_prompts_give_the_tokens_of_the_cpu(changes: dict[str, Any], 
     assert device.work.replays >= 2 * (max(LENGTHS) - 2)
     assert device.work.kernels["widen_visits"] > device.work.replays / 2, "prompts use the kernels too"
     files = {line.partition(":")[0] for line in +device.work.waits}
-    assert {name for name in files if name.startswith(("model/", "gpu/"))} == {"gpu/arriving_tokens.py"}
+    assert {name for name in files if name.startswith(("model/", "gpu/", "parallel/"))} == {"parallel/single_rank.py"}
     assert device.work.variants <= compiled, "a request would wait for the compiler"
 
 

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -59,6 +60,23 @@ def test_the_dry_run_goes_through_all_checks_and_finds_nothing_wrong(
     measured = r"\d ms a token, .* tokens/s; this engine: .* times as many"
     for kind in ("generate, batch 1", "generate, batch 2", "continuous batching, batch 2"):
         assert re.search(rf"\| transformers [\d.]+, {kind} +\| .*{measured}", printed)
+
+
+@pytest.mark.usefixtures("program")
+def test_the_sample_model_is_compared_where_it_is_at_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On the CPU in place of a GPU, where all runs are eager."""
+    correctness, results = (importlib.import_module(f"gpu_checks.{name}") for name in ("correctness", "results"))
+    monkeypatch.setattr(correctness, "on_device", lambda model: model)
+    monkeypatch.setattr(correctness, "SAMPLE_RUNS", (("eager", 0, False), ("scored", 0, True)))
+    found = [*correctness.check_sample_model(results.REAL)]
+    assert [(each.name, each.value, each.is_wrong) for each in found] == [
+        (f"engine's tokens, SmolLM2, {kind}", "equal", False) for kind in ("eager", "scored")
+    ]
+    monkeypatch.setattr(correctness, "models_folder", lambda: tmp_path)
+    (missing,) = correctness.check_sample_model(results.REAL)
+    assert (missing.value, missing.is_wrong) == (f"not run: {tmp_path / correctness.MODEL} is missing", False)
+    (skipped,) = correctness.check_sample_model(results.TOY)
+    assert skipped.value.startswith("not run: ")
 
 
 @pytest.mark.usefixtures("program")

@@ -9,13 +9,18 @@ from gpu_support.pretended import DEVICE, Work, pretended_device
 from gpu_support.pretended_graphs import PretendedEvent
 
 from megatron_runtime.gpu.persistent_arrays import PersistentArrays
+from megatron_runtime.parallel.single_rank import SingleRank
+
+AWAIT = SingleRank().await_device
 
 pytestmark = pytest.mark.usefixtures("device_guard")
 
 
 def test_all_arrays_come_by_one_pinned_copy_to_the_same_place() -> None:
     with pretended_device() as device:
-        arrays = PersistentArrays({"rows": (np.int32, 3), "values": (np.float32, 2), "tokens": (np.int64, 1)}, DEVICE)
+        arrays = PersistentArrays(
+            {"rows": (np.int32, 3), "values": (np.float32, 2), "tokens": (np.int64, 1)}, DEVICE, AWAIT
+        )
         there = dict(arrays.there)
         for step in range(3):
             device.work = Work()
@@ -37,7 +42,7 @@ def test_the_host_does_not_write_to_memory_that_is_being_copied(monkeypatch: pyt
     with pretended_device():
         monkeypatch.setattr(PretendedEvent, "query", lambda _: False)
         monkeypatch.setattr(PretendedEvent, "synchronize", lambda event: waits.append(event), raising=False)
-        arrays = PersistentArrays({"rows": (np.int32, 3)}, DEVICE)
+        arrays = PersistentArrays({"rows": (np.int32, 3)}, DEVICE, AWAIT)
         buffers = []
         for _ in range(2):
             buffers.append(arrays.host_arrays()["rows"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-SAID = {"tokens": {}, "seconds": {1: 0.5}}
+SAID: dict[str, Any] = {"sums": {}, "tokens": {}, "seconds": {1: 0.5}}
 
 
 def test_the_dry_run_compares_tokens_and_finds_the_killed_rank(
@@ -22,7 +22,30 @@ def test_the_dry_run_compares_tokens_and_finds_the_killed_rank(
         assert f"| 2 ranks: engine's tokens, {kind} " in printed
     assert re.search(r"2 ranks: engine step, batch 2 +\| .* ms, .* tokens/s", printed)
     assert "the others name the ranks [[1]] after " in printed
-    assert printed.count("| ok |") == 3
+    for kind in ("chosen", "by NCCL"):
+        assert re.search(f"2 ranks: sum {kind}, bfloat16, 3 rows +[|] equal on all ranks, in the order of the", printed)
+    assert printed.count("| ok |") == 3 + 2 * 4
+
+
+@pytest.mark.usefixtures("program")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "equal on all ranks, in the order of the ranks; 2e+06 us"),
+        ({"bits": "b"}, "other bits on other ranks; 2e+06 us"),
+        ({"wrong": ["a row alone has other bits"]}, "a row alone has other bits; 2e+06 us"),
+    ],
+)
+def test_other_bits_of_a_rank_are_wrong(changes: dict[str, Any], words: str) -> None:
+    sums = importlib.import_module("gpu_checks.rank_sums")
+    one = {"bits": "a", "wrong": [], "seconds": 1.0}
+    found = [
+        {"chosen": {"in order": True, "sums": {(torch.bfloat16, 8): each}}}
+        for each in (one, one | {"seconds": 2.0} | changes)
+    ]
+    (result,) = sums.rows_of("2 GPUs", found)
+    assert (result.name, result.value) == ("2 GPUs: sum chosen, bfloat16, 8 rows", words)
+    assert result.is_wrong == bool(changes)
 
 
 @pytest.mark.usefixtures("program")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from runtime_support import device_scenarios
 from runtime_support.rank_processes import run_ranks
@@ -42,6 +47,46 @@ def test_a_rank_that_is_late_ends_the_waits_of_others() -> None:
 def test_the_owner_of_the_process_learns_of_a_lost_rank_if_the_abort_does_not_end() -> None:
     found = run_ranks(device_scenarios.lose_while_stuck, 2, ParallelSizes(tensor=2), free_port())
     assert found[0]["missing"] == [1]
+
+
+def test_the_host_goes_on_if_the_work_of_the_device_never_ends() -> None:
+    """Nothing more is begun on that device."""
+    found = run_ranks(device_scenarios.lose_while_endless, 2, ParallelSizes(tensor=2), free_port())
+    assert found[0] == {"missing": [[1]] * 3, "worked": False}
+
+
+def test_an_error_of_the_device_that_a_lost_rank_causes_has_its_name() -> None:
+    found = run_ranks(device_scenarios.fail_for_lost_memory, 2, ParallelSizes(tensor=2), free_port())
+    assert found[0] == {"missing": [1], "cause": "AcceleratorError"}
+
+
+def test_a_process_that_would_wait_for_its_device_without_an_end_ends(tmp_path: Path) -> None:
+    found = run_ranks(device_scenarios.wait_without_an_end, 2, ParallelSizes(tensor=2), free_port(), tmp_path)
+    assert found == [None, None]
+    assert [each.name for each in tmp_path.iterdir()] == ["waits"]
+
+
+_EXIT = """
+import ctypes
+from megatron_runtime.parallel import exit_limit
+exit_limit.EXIT_SECONDS = 0.5
+LIMIT
+libc = ctypes.CDLL(None)
+at_exit = ctypes.cast(libc.sleep, ctypes.c_void_p)
+libc.__cxa_atexit(at_exit, ctypes.c_void_p(PAUSE), None)  # after the interpreter has ended
+raise SystemExit(7)
+"""
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds", "code"),
+    [("exit_limit.limit_exit()", 60, -signal.SIGALRM), ("exit_limit.limit_exit()", 0, 7), ("", 1, 7)],
+)
+def test_an_exit_that_waits_for_a_device_has_a_limit(limit: str, seconds: int, code: int) -> None:
+    """Only after a rank is lost; otherwise the exit takes its time."""
+    program = _EXIT.replace("LIMIT", limit).replace("PAUSE", str(seconds))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (code, "")
 
 
 def test_a_rank_that_leaves_in_order_is_not_reported() -> None:

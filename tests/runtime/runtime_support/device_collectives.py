@@ -16,6 +16,11 @@ class GlooCollectives(GpuCollectives):
         super().__init__(*args)
         self._aborted = threading.Event()
 
+    @classmethod
+    def open_sums(cls, position: Any, groups: Any, share: Any) -> Any:
+        """Those over symmetric memory: none."""
+        del position, groups, share
+
     def wait_for_kernel(self) -> None:
         """Returns, without an error, once the work of the device is aborted."""
         assert self._aborted.wait(60)
@@ -23,6 +28,12 @@ class GlooCollectives(GpuCollectives):
     def abort(self) -> None:
         """End the wait."""
         self._aborted.set()
+
+
+class EndlessCollectives(GlooCollectives):
+    """With work of the device that nothing ends."""
+
+    can_abort = False
 
 
 class StuckCollectives(GlooCollectives):
@@ -36,8 +47,8 @@ class StuckCollectives(GlooCollectives):
 def use_collectives(kind: type[GpuCollectives] = GlooCollectives) -> None:
     """Let the ranks that this process joins from now on have collectives like those of GPUs."""
 
-    def make(device: Any, position: Any, groups: Any, open_exchange: Any) -> GpuCollectives:
-        del position, open_exchange
-        return kind(groups, device)
+    def make(device: Any, position: Any, groups: Any, open_exchange: Any, share: Any) -> GpuCollectives:
+        del open_exchange
+        return kind(groups, device, kind.open_sums(position, groups, share))
 
     setattr(multiple_ranks, "make_collectives", make)  # noqa: B010

@@ -7,10 +7,16 @@ import queue
 import signal
 import threading
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
-from runtime_support.device_collectives import GlooCollectives, StuckCollectives, use_collectives
+from runtime_support.device_collectives import (
+    EndlessCollectives,
+    GlooCollectives,
+    StuckCollectives,
+    use_collectives,
+)
 from runtime_support.group_scenarios import join
 
 from megatron_runtime.errors import LostRankError
@@ -52,6 +58,67 @@ def lose_while_stuck(rank: int, sizes: ParallelSizes, port: int) -> dict[str, An
     threading.Thread(target=lambda: ranks.supervise(waiting), daemon=True).start()
     error = told.get(timeout=20.0)
     return {"message": str(error), "missing": list(error.missing)}
+
+
+class EndlessEvent:
+    """Stands for torch.cuda.Event, of work that never ends."""
+
+    def query(self) -> bool:
+        """Whether it has ended."""
+        return False
+
+
+def lose_while_endless(rank: int, sizes: ParallelSizes, port: int) -> dict[str, Any]:
+    """The work of the device never ends, whatever is aborted: the host goes on; and again, when more is to be done."""
+    use_collectives(EndlessCollectives)
+    ranks = join(sizes, rank, port)
+    ranks.barrier("begin")
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    said: dict[str, Any] = {"missing": [], "worked": False}
+    for _ in range(2):
+        try:
+            ranks.await_device(cast("Any", EndlessEvent()))
+        except LostRankError as error:
+            said["missing"].append(list(error.missing))
+    try:
+        ranks.supervise(lambda: said.update(worked=True))
+    except LostRankError as error:
+        said["missing"].append(list(error.missing))
+    ranks.close()
+    return said
+
+
+def fail_for_lost_memory(rank: int, sizes: ParallelSizes, port: int) -> dict[str, Any]:
+    """The device fails at the memory of a lost rank, before this rank has noticed the loss."""
+    use_collectives(EndlessCollectives)
+    ranks = join(sizes, rank, port)
+    ranks.barrier("begin")
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def work() -> None:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    try:
+        ranks.supervise(work)
+    except LostRankError as error:
+        ranks.close()
+        return {"missing": list(error.missing), "cause": type(error.__cause__).__name__}
+    return {}
+
+
+def wait_without_an_end(rank: int, sizes: ParallelSizes, port: int, folder: Path) -> None:
+    """Of a library's caller, that no event and no abort ends."""
+    setattr(device_watch, "_LAST_GRACE", 0.5)  # noqa: B010
+    use_collectives(StuckCollectives)
+    ranks = join(sizes, rank, port)
+    ranks.barrier("begin")
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    (folder / "waits").touch()
+    ranks.supervise(_collectives(ranks).wait_for_kernel)
+    (folder / "goes on").touch()
 
 
 def leave_in_order(rank: int, sizes: ParallelSizes, port: int) -> float:

@@ -129,7 +129,7 @@ class Scheduler:
         slices: list[SequenceSlice] = []
         evicted: list[Sequence] = []
         paused: list[Sequence] = []
-        limits, budget = self.limits, self.limits.max_tokens
+        limits, budget, size = self.limits, self.limits.max_tokens, self.limits.block_size_tokens
         share = self._share(len(self._running))
         self._passes += 1
         head = self._waiting.first if admits and self._waiting else None
@@ -139,11 +139,11 @@ class Scheduler:
         for index, sequence in enumerate(running):
             if len(slices) == share or budget == 0:
                 break
-            if not sequence.is_running or not sequence.num_left or sequence.request_id in held:
+            if not sequence.blocks or not sequence.num_left or sequence.request_id in held:
                 continue
             if limits.paused_blocks and self._should_pause(sequence, paused):
                 paused.append(sequence)
-            elif self._grow(sequence, evicted):
+            elif len(sequence.tokens) <= len(sequence.blocks) * size or self._grow(sequence, evicted):
                 num_behind = len(running) - index - 1
                 slices.append(self._begin_slice(sequence, budget - num_behind))
                 budget -= slices[-1].length
@@ -180,7 +180,8 @@ class Scheduler:
         None for a sequence that ends with that token; an empty list if blocks are missing, or if there may be drafts.
         """
         following = [SequenceSlice.after(part) for part in slices]
-        longer = [part for part in following if part and self.blocks_for(part.end) > len(part.sequence.blocks)]
+        size = self.limits.block_size_tokens
+        longer = [part for part in following if part and part.end > len(part.sequence.blocks) * size]
         if any(part.sequence.draft_length for part in slices) or not self.allocator.can_allocate(len(longer)):
             return []
         for part in longer:  # by one token, so by one block
@@ -243,14 +244,11 @@ class Scheduler:
         return sum(len(each.blocks) for each in (*paused, sequence)) <= self.limits.paused_blocks
 
     def _missing(self, sequence: Sequence) -> int:
-        # As blocks_for, without its call for each sequence of each pass.
-        return -(-len(sequence.tokens) // self.limits.block_size_tokens) - len(sequence.blocks)
+        return self.blocks_for(len(sequence.tokens)) - len(sequence.blocks)
 
     def _grow(self, sequence: Sequence, evicted: list[Sequence]) -> bool:
         """Allocate the blocks that the known tokens of a running sequence need; False if it was evicted itself."""
         missing = self._missing(sequence)
-        if missing <= 0:
-            return True  # as in nearly every pass
         while not self.allocator.can_allocate(missing):
             if self._evict(self._running.to_evict, evicted) is sequence:
                 return False

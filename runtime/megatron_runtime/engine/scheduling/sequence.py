@@ -92,7 +92,9 @@ class Sequence:
         """Number of known tokens that no pass computes yet, and that the next one can compute: 0 while a pass in flight
         ends where its states are to be copied, because the next tokens would change them first.
         """
-        return 0 if self.num_begun in self.snapshot_ends[:1] else len(self.tokens) - self.num_begun
+        if self.snapshot_ends and self.num_begun == self.snapshot_ends[0]:
+            return 0
+        return len(self.tokens) - self.num_begun
 
     def note_mask(self, milliseconds: int) -> None:
         """Note how long its last mask took. The expectation falls by half at most, because the time depends on the
@@ -136,7 +138,9 @@ class SequenceSlice(NamedTuple):
     def next_of(cls, sequence: Sequence, most: int) -> SequenceSlice:
         """The slice for a pass with room for ``most`` tokens."""
         start, known, scored = sequence.num_begun, len(sequence.tokens), sequence.next_log_prob
-        end = min(known, start + most, *sequence.snapshot_ends[:1])
+        end = min(known, start + most)
+        if sequence.snapshot_ends:
+            end = min(end, sequence.snapshot_ends[0])
         num_log_probs = 0 if scored is None else max(0, end - max(start, scored - 1))
         return cls(sequence, start, end, end == known, num_log_probs, sequence.num_evictions)
 
@@ -145,9 +149,7 @@ class SequenceSlice(NamedTuple):
         """The slice of the token that is sampled after ``part``; None if the sequence ends with that token."""
         if part.end + 1 >= part.sequence.max_length:
             return None
-        return cls(
-            part.sequence, part.end, part.end + 1, samples=True, num_log_probs=0, num_evictions=part.num_evictions
-        )
+        return cls(part.sequence, part.end, part.end + 1, True, 0, part.num_evictions)
 
     @property
     def length(self) -> int:

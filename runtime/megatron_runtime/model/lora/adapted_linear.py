@@ -54,9 +54,9 @@ class UpdateTable:
                     down[slot, part, :rank, : self._in_features] = update.down
                     up[slot, :rank, self._bounds[part] : self._bounds[part + 1]] = update.up.t()
                     ranks[slot, part], scales[slot, part] = adapter_kernel.padded_rank(rank), update.scale
+        there = up.to(self._device), down.flatten(1, 2).to(self._device)
+        self._up, self._down = there
         self._ranks, self._scales = ranks, scales
-        self._up = up.to(self._device)
-        self._down = down.flatten(1, 2).to(self._device)
 
     def add(self, inputs: Tensor, outputs: Tensor, rows: AdapterRows, rows_together: int | None) -> None:
         """Add each row's update to the outputs, in place: [T, in] to [T, out]."""
@@ -66,7 +66,7 @@ class UpdateTable:
             tables = self._down, self._up, self._ranks, self._scales
             adapter_kernel.add_low_rank(inputs, outputs, rows.slots, *tables, self._bounds)
             return
-        for slot, chosen in rows.groups:
+        for slot, chosen in rows.groups.items():
             if slot < len(self._down) and bool(self._ranks[slot].any()):
                 self._add_one(inputs, outputs, slot, chosen, rows_together)
 

@@ -58,11 +58,15 @@ class AdapterSlots:
         return read_adapter(path, self.targets, self._dtype, max_rank)
 
     def put(self, slot: int, adapter: Adapter) -> None:
-        """Use an adapter for the rows of a slot, which is free."""
+        """Use an adapter for the rows of a slot, which is free. Raises OutOfMemoryError; then nothing has changed."""
         assert slot not in self._loaded, f"slot {slot} is in use"
         adapter_kernel.prepare(self._dtype)
         self._loaded[slot] = adapter
-        self._restack(adapter.updates)
+        try:
+            self._restack(adapter.updates)
+        except torch.OutOfMemoryError:
+            self.free(slot)
+            raise
 
     def free(self, slot: int) -> None:
         """Release the memory of a slot."""

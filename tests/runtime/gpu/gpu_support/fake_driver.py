@@ -59,6 +59,10 @@ class FakeDriver:
     memory: int = 1 << 40
     ordinal: int = 0
     has_virtual_memory: bool = True
+    linked: set[int] = field(default_factory=set)
+    """Ordinals of other GPUs, whose memory it can change atomically."""
+    others: set[int] = field(default_factory=set)
+    """Those of GPUs with other links."""
     failing: dict[str, CUresult] = field(default_factory=dict)
     """What functions return instead of doing anything."""
     calls: list[str] = field(default_factory=list)
@@ -76,6 +80,8 @@ class FakeDriver:
     CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE="read and write")
     CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_RECOMMENDED="recommended")
     CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED="virtual memory")
+
+    CUdevice_P2PAttribute = SimpleNamespace(CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED="native atomics")
 
     @staticmethod
     def CUmemAllocationProp() -> Any:  # noqa: N802 - the driver's name
@@ -120,7 +126,14 @@ class FakeDriver:
 
     def cuDeviceGet(self, ordinal: int) -> tuple[CUresult, str | None]:  # noqa: N802
         """The device of this number."""
-        return self._answer("cuDeviceGet", (OK, "device") if ordinal == self.ordinal else (INVALID, None))
+        found = (OK, f"device {ordinal}") if ordinal in self.linked | self.others else (INVALID, None)
+        return self._answer("cuDeviceGet", (OK, "device") if ordinal == self.ordinal else found)
+
+    def cuDeviceGetP2PAttribute(self, attribute: str, source: str, target: str) -> tuple[CUresult, int]:  # noqa: N802
+        """Whether the link between two GPUs has atomic operations."""
+        assert (attribute, source) == ("native atomics", "device")
+        is_linked = int(target.removeprefix("device ")) in self.linked
+        return self._answer("cuDeviceGetP2PAttribute", (OK, int(is_linked)))
 
     def cuDeviceGetAttribute(self, attribute: str, device: str) -> tuple[CUresult, int]:  # noqa: N802
         """Whether it has virtual memory management."""

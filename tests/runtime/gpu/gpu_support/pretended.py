@@ -89,8 +89,7 @@ class PretendedTensor(Tensor):
 
     def tolist(self) -> Any:
         """As of a tensor."""
-        self.device_.refuse_in_capture("tolist")
-        self.device_.work.waits[_line()] += 1
+        self.device_.count_wait("tolist")
         return self.content.tolist()
 
     def __getitem__(self, index: Any) -> Any:
@@ -129,6 +128,8 @@ class PretendedDevice(TorchDispatchMode):
         """All that were captured."""
         self.arriving: list[Callable[[], Any]] = []
         """Copies to the host that are in progress; until they have ended, their targets have no values."""
+        self.stuck: Exception | None = None
+        """Why a kernel waits without an end, and with it all that comes after it."""
         self.driver = FakeDriver()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -166,8 +167,7 @@ class PretendedDevice(TorchDispatchMode):
             return func(*plain_args, **plain_kwargs)
 
         if name in _WAITS:
-            self.refuse_in_capture(name)
-            self.work.waits[_line()] += 1
+            self.count_wait(name)
         if name == "_local_scalar_dense":
             self.work.launches += 1
             return compute()
@@ -260,14 +260,16 @@ class PretendedDevice(TorchDispatchMode):
         made = self.launched(lambda: func(*plain_args, **plain)) if is_within else func(*plain_args, **plain)
         return PretendedTensor(made, self) if target_here else made
 
-    def count_wait(self) -> None:
+    def count_wait(self, name: str = "a wait") -> None:
         """The host waits for the device."""
-        self.refuse_in_capture("a wait")
+        self.refuse_in_capture(name)
+        if self.stuck is not None:
+            raise RuntimeError(f"the host would wait without an end, at {_line()}") from self.stuck
         self.work.waits[_line()] += 1
 
     def _count_copy(self, source: Tensor, *, may_overlap: bool) -> None:
         if isinstance(source, PretendedTensor):
-            self.work.waits[_line()] += 1
+            self.count_wait()
         elif getattr(source, "is_pinned_here", False) and may_overlap:
             self.work.pinned_copies += 1
         else:

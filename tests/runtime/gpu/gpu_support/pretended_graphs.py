@@ -99,20 +99,33 @@ def overwrite(tensors: list[Tensor]) -> None:
 
 
 class PretendedEvent:
-    """Stands for torch.cuda.Event: copies to the host end when it waits for them, and all others at once."""
+    """Stands for torch.cuda.Event: copies to the host end when it waits for them, or asks a second time whether they
+    have ended, and all others at once.
+    """
 
     device: PretendedDevice
 
     def __init__(self) -> None:
         self._before: list[Callable[[], Any]] = []
+        self._was_asked = False
 
     def record(self) -> None:
         """The copies that are in progress come before it."""
         self._before = list(self.device.arriving)
+        self._was_asked = False
 
     def query(self) -> bool:
         """Whether the work before it has ended."""
-        return not any(copy in self.device.arriving for copy in self._before)
+        if self.device.stuck is not None:
+            return False
+        if self._was_asked and self._is_pending:
+            self.synchronize()
+        self._was_asked = True
+        return not self._is_pending
+
+    @property
+    def _is_pending(self) -> bool:
+        return any(copy in self.device.arriving for copy in self._before)
 
     def synchronize(self) -> None:
         """Wait for it."""

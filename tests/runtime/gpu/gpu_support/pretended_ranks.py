@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,34 +33,49 @@ EVEN_VOCABULARY = END + 1 + (END + 1) % 2
 class PretendedCollectives(GlooCollectives):
     """Each operation is a launch, which graphs capture and repeat; gloo exchanges what it would."""
 
-    def _all_reduce(self, part: Tensor, group: Any) -> None:
+    def _reduce_by_nccl(self, part: Tensor, group: Any) -> None:
         assert isinstance(part, PretendedTensor)
-        content, reduce = part.content, super()._all_reduce
+        content, reduce = part.content, super()._reduce_by_nccl
         assert content.is_contiguous(), "NCCL refuses others"
-        part.device_.changed(lambda: _plain(reduce, content, group))
+        part.device_.changed(lambda: exchange(part.device_, reduce, content, group))
 
     def _all_gather(self, gathered: Tensor, part: Tensor) -> None:
         assert isinstance(gathered, PretendedTensor)
         assert isinstance(part, PretendedTensor)
         whole, content, gather = gathered.content, part.content, super()._all_gather
-        gathered.device_.changed(lambda: _plain(gather, whole, content))
+        gathered.device_.changed(lambda: exchange(gathered.device_, gather, whole, content))
 
 
-def _plain(operation: Any, *args: Any) -> None:
-    with _disable_current_modes():
-        operation(*args)
+def exchange(device: PretendedDevice, operation: Any, *args: Any) -> None:
+    """What a kernel does that needs other ranks; without them it never ends."""
+    if device.stuck is not None:
+        return
+    try:
+        with _disable_current_modes():
+            operation(*args)
+    except RuntimeError as error:
+        device.stuck = error
 
 
 @contextmanager
-def pretended_rank(rank: int, sizes: ParallelSizes, port: int, folder: Path) -> Iterator[tuple[PretendedDevice, Ranks]]:
-    """A rank with a device, as a GPU of compute capability 9.0."""
+def pretended_rank(
+    rank: int,
+    sizes: ParallelSizes,
+    port: int,
+    folder: Path,
+    collectives: type[GlooCollectives] = PretendedCollectives,
+    use_device: Callable[[PretendedDevice], None] = lambda _: None,
+) -> Iterator[tuple[PretendedDevice, Ranks]]:
+    """A rank with a device, as a GPU of compute capability 9.0; ``use_device`` gets it before the ranks join."""
     own = folder / str(rank)
     own.mkdir()
     load_device_guard(own)
     setattr(launch, "_capability", lambda _: 90)  # noqa: B010
-    use_collectives(PretendedCollectives)
-    ranks = join(sizes, rank, port)
+    use_collectives(collectives)
     with np.errstate(over="ignore"), quick_interpreter(), pretended_device() as device:
+        use_device(device)
+        with _disable_current_modes():
+            ranks = join(sizes, rank, port)
         yield device, ranks
     ranks.close()
 
