@@ -17,7 +17,7 @@ from pathlib import Path
 
 from release_archives import ReleaseError, build_distributions, package_chart
 from release_images import BUILDERS, build_images
-from release_sbom import write_sboms, write_sboms_of_images
+from release_sbom import CONTENTS, write_sbom_of_image, write_sboms
 
 CHECKSUMS = "SHA256SUMS"
 EPOCH_VARIABLE = "SOURCE_DATE_EPOCH"
@@ -53,10 +53,12 @@ def release(root: Path, folder: Path, images: str) -> None:
     version, date = project["version"], source_date(root)
     build_distributions(root, folder, date)
     package_chart(root / "charts" / "megatron-inference", folder, version, date)
-    write_sboms(project, folder, date)
-    if images != "none":
+    if images == "none":
+        write_sboms(project, folder, date)
+    else:
         build_images(root, folder, version, revision(root), date, images)
-        write_sboms_of_images(project, folder, date)
+        for image in CONTENTS:
+            write_sbom_of_image(image, project, folder, date)
     write_checksums(folder)
 
 

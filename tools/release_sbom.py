@@ -1,7 +1,7 @@
 """The software bills of materials of a release, in CycloneDX: the Python packages of each image, without its base.
 
-Versions, licenses and dependencies are those of the packages in this environment, which has the pinned versions. It
-lacks the packages of CUDA, so those of the image with CUDA are read from its archive.
+Versions, licenses and dependencies are those of the packages in the archives of the images. In a release without images
+they are those of the packages in this environment, which has the pinned versions, but not the packages of CUDA.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from packaging.requirements import Requirement
 from release_archives import ReleaseError
 
 RUNTIME = ("runtime", "tracing", "object-storage")
-CONTENTS = {"operator": ("operator",), "runtime-cpu": RUNTIME}
-"""The extras of the package that an image has, by image; for SBOMs from this environment."""
-READ_FROM_ARCHIVES = {"runtime-cuda": RUNTIME}
-"""The same, for SBOMs from the archives of the images."""
+CONTENTS = {"operator": ("operator",), "runtime-cpu": RUNTIME, "runtime-cuda": RUNTIME}
+"""The extras of the package that an image has, by image."""
+WITHOUT_CUDA = ("operator", "runtime-cpu")
+"""The images whose packages are in this environment too."""
 UNNAMED = "Other/Proprietary License"
 """A classifier of licenses that names none."""
 METADATA = re.compile(r"(?:\./)?opt/megatron/lib/python(3\.\d+)/site-packages/([^/]+\.dist-info)/METADATA")
@@ -38,28 +38,27 @@ METADATA = re.compile(r"(?:\./)?opt/megatron/lib/python(3\.\d+)/site-packages/([
 
 
 def write_sboms(project: Mapping[str, Any], folder: Path, date: int) -> None:
-    """Writes the SBOMs of the images whose packages are in this environment.
+    """Writes the SBOMs of the images without CUDA from the packages in this environment.
 
     Args:
         project: The table of pyproject.toml.
         folder: Gets the files.
         date: In seconds since 1970.
     """
-    for image, extras in CONTENTS.items():
-        _write(project, image, extras, folder, date, _Packages(distribution, {}))
+    for image in WITHOUT_CUDA:
+        _write(project, image, folder, date, _Packages(distribution, {}))
 
 
-def write_sboms_of_images(project: Mapping[str, Any], folder: Path, date: int) -> None:
-    """The same for the images whose packages are read from their archives in the folder. Raises ReleaseError."""
-    for image, extras in READ_FROM_ARCHIVES.items():
-        name, _, device = image.partition("-")
-        archive = folder / f"{name}-{project['version']}-{device}.tar"
-        with tempfile.TemporaryDirectory() as unpacked:
-            python = _unpack_metadata(archive, Path(unpacked))
-            found = {_normalized(each.name): each for each in distributions(path=[unpacked])}
-            bom = _write(project, image, extras, folder, date, _Packages(_lookup(archive, found), python))
-        if extra := found.keys() - {each.name for each in bom.components}:
-            raise ReleaseError(f"{archive.name}: has packages that nothing requires: {', '.join(sorted(extra))}")
+def write_sbom_of_image(image: str, project: Mapping[str, Any], folder: Path, date: int) -> None:
+    """The same for one image of CONTENTS, from its archive in the folder. Raises ReleaseError."""
+    name, *device = image.split("-")
+    archive = folder / f"{'-'.join((name, project['version'], *device))}.tar"
+    with tempfile.TemporaryDirectory() as unpacked:
+        python = _unpack_metadata(archive, Path(unpacked))
+        found = {_normalized(each.name): each for each in distributions(path=[unpacked])}
+        bom = _write(project, image, folder, date, _Packages(_lookup(archive, found), python))
+    if extra := found.keys() - {each.name for each in bom.components}:
+        raise ReleaseError(f"{archive.name}: has packages that nothing requires: {', '.join(sorted(extra))}")
 
 
 def _unpack_metadata(archive: Path, target: Path) -> dict[str, str]:
@@ -109,10 +108,8 @@ class _Packages:
     components: dict[str, Component] = field(default_factory=dict)
 
 
-def _write(
-    project: Mapping[str, Any], image: str, extras: Iterable[str], folder: Path, date: int, packages: _Packages
-) -> Bom:
-    bom = _sbom(project, image, extras, date, packages)
+def _write(project: Mapping[str, Any], image: str, folder: Path, date: int, packages: _Packages) -> Bom:
+    bom = _sbom(project, image, CONTENTS[image], date, packages)
     text = make_outputter(bom, OutputFormat.JSON, SchemaVersion.V1_6).output_as_string(indent=2)
     (folder / f"{project['name']}-{project['version']}-{image}.cdx.json").write_text(text + "\n")
     return bom

@@ -23,6 +23,7 @@ from node_support.fixtures import (  # noqa: E402, F401
     own_node,
     prepare,
     prepared_node,
+    quickstart,
     real_stage,
     sample,
     stage_cluster,

@@ -1,4 +1,4 @@
-"""Finds or builds the Kubernetes for the cluster tests, Helm, and the programs and images of a node; prints them.
+"""Finds or builds the Kubernetes for the cluster tests, Helm, a registry, and the programs and images of a node.
 
 `python tests/cluster/prepare.py`: does the same as the tests, before them and with visible progress.
 """
@@ -14,6 +14,7 @@ from cluster_support.errors import ClusterSupportError
 from cluster_support.helm import find_helm
 from cluster_support.progress import say_at_once
 from node_support.fixtures import prepare
+from node_support.tools import find_or_fetch_registry
 
 
 def main() -> int:
@@ -28,6 +29,10 @@ def main() -> int:
     # The workers of pytest would do it too, but without visible output.
     if isinstance(prepared := prepare(source, os.environ, say_at_once), str):
         print(f"cluster tests: {prepared}")
+    try:
+        find_or_fetch_registry(os.environ, say_at_once)
+    except ClusterSupportError as error:
+        print(f"cluster tests: there is no registry here: {error}")
     return 0
 
 

@@ -5,13 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster_support import binaries
+from cluster_support import binaries, debian
 from cluster_support.cluster import wait_until
 from node_support import images
 from node_support.leftovers import leftovers
@@ -33,7 +34,7 @@ STARTER = """
     import pathlib, signal, sys, time
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.path.append(sys.argv[1])
-    from cluster_support import binaries
+    from cluster_support import binaries, debian
     from node_support import images, tools
     from node_support.node import Node
     env = {"MEGATRON_CACHE_DIR": sys.argv[2]}
@@ -59,11 +60,29 @@ def interrupt_starter(starter: subprocess.Popen[bytes]) -> None:
     starter.send_signal(signal.SIGINT)
 
 
+def content(archive: tarfile.TarFile, name: str) -> bytes:
+    """A file of an archive."""
+    file = archive.extractfile(name)
+    assert file is not None
+    return file.read()
+
+
 def ended_pid() -> int:
     """The process id of an ended process, as in the names of the cgroups of a node that was killed."""
     ended = subprocess.Popen(["true"])
     ended.wait()
     return ended.pid
+
+
+def test_an_image_has_no_names_and_addresses_of_the_machine_that_built_it(prepared_node: Prepared) -> None:
+    with tarfile.open(prepared_node.images / images.OPERATOR.archive) as archive:
+        (manifest,) = json.loads(content(archive, "manifest.json"))
+        with tarfile.open(fileobj=archive.extractfile(manifest["Layers"][0])) as base:
+            names = [f"etc/{name}" for name in ("hostname", "resolv.conf", "apt/sources.list")]
+            found = [content(base, name) for name in names]
+            modes = [base.getmember(name).mode for name in names]
+    assert found == [b"", b"", f"deb http://deb.debian.org/debian {debian.SUITE} main\n".encode()]
+    assert modes == [0o644] * len(names)
 
 
 @pytest.mark.parametrize("end", [kill_starter, interrupt_starter])

@@ -22,6 +22,7 @@ from cluster_support.cluster import wait_until
 from node_support.model_hub import MODEL, ModelHub
 from node_support.node import SECONDS_TO_REMOVE_A_POD, Node
 from node_support.port_forward import PortForward
+from node_support.quickstart import Quickstart
 from node_support.stage import Stage
 from operator_support.questions import QUESTION, ask, check_requests_wait
 from operator_support.resource import Resource, condition, manifest, reason
@@ -112,6 +113,13 @@ async def first_token_and_text(client: openai.AsyncOpenAI, model: str) -> tuple[
         first = first or (time.monotonic() - began if delta else 0.0)
         text += delta or ""
     return first, text
+
+
+@pytest.mark.usefixtures("sample")
+def test_the_quickstart_for_kind_answers(quickstart: Quickstart) -> None:
+    """Its other commands have run: they made the release and the resource of these tests."""
+    assert quickstart.run_until("the end") == "The capital of France is Paris.\n"
+    assert quickstart.is_complete
 
 
 def test_helm_test_passes_with_the_image_of_the_operator(real_stage: Stage) -> None:

@@ -37,6 +37,7 @@ SHELL = {
     "diff": "is not part of this project",
     "sha256sum": "is not part of this project; the checksums are tested in tests/operator/test_release.py",
     "twine": "is not installed",
+    "skopeo": "is run by tests/cluster/test_publishing.py",
     "curl": "is run by test_docs_examples.py",
 }
 """Commands that are not checked here, with the reason."""

@@ -70,7 +70,8 @@ UNCHECKED_LANGUAGES = {"mermaid": "a diagram", "": "the map of the source tree, 
 CHECKED_LANGUAGES = {
     "yaml": "below",
     "console": "tests/e2e/test_docs_commands.py",
-    "bash": "tests/e2e/test_docs_commands.py, and as scripts tests/runtime/server/clients/test_docs_examples.py",
+    "bash": "tests/e2e/test_docs_commands.py; as scripts tests/runtime/server/clients/test_docs_examples.py, and on a "
+    "node tests/cluster/test_node_serving.py",
     "javascript": "tests/runtime/server/clients/test_docs_examples.py",
     "python": "by page, see below",
     "text": "the output of the block before it, by the same test",

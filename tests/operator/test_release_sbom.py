@@ -1,4 +1,4 @@
-"""The SBOM of an image whose packages are read from its archive."""
+"""The SBOM of an image, from its archive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from suite_support.doc_blocks import ROOT
 sys.path.append(str(ROOT / "tools"))
 
 from release_archives import ReleaseError
-from release_sbom import write_sboms_of_images
+from release_sbom import write_sbom_of_image
 
 DATE = 1_700_000_000
 LIBRARIES = "opt/megatron/lib/python3.11/site-packages"
@@ -69,7 +69,7 @@ def write_image(folder: Path, packages: Mapping[str, str], libraries: str = LIBR
 
 def test_it_has_the_packages_of_the_image_with_their_licenses(tmp_path: Path) -> None:
     write_image(tmp_path, {"torch": TORCH, "cuda_toolkit": TOOLKIT, "nvidia_cuda_nvrtc": NVRTC})
-    write_sboms_of_images(PROJECT, tmp_path, DATE)
+    write_sbom_of_image("runtime-cuda", PROJECT, tmp_path, DATE)
     text = (tmp_path / "megatron-inference-0.1.0-runtime-cuda.cdx.json").read_text()
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
     bom = json.loads(text)
@@ -98,11 +98,11 @@ def test_an_image_that_differs_from_what_is_required_is_refused(
 ) -> None:
     write_image(tmp_path, packages)
     with pytest.raises(ReleaseError, match=rf"runtime-0\.1\.0-cuda\.tar: {message}"):
-        write_sboms_of_images(PROJECT, tmp_path, DATE)
+        write_sbom_of_image("runtime-cuda", PROJECT, tmp_path, DATE)
 
 
 def test_requirements_are_those_of_the_image_s_python(tmp_path: Path) -> None:
     packages = {"torch": TORCH, "cuda_toolkit": TOOLKIT, "nvidia_cuda_nvrtc": NVRTC}
     write_image(tmp_path, packages, LIBRARIES.replace("3.11", "3.10"))
     with pytest.raises(ReleaseError, match="lacks the package tomli"):
-        write_sboms_of_images(PROJECT, tmp_path, DATE)
+        write_sbom_of_image("runtime-cuda", PROJECT, tmp_path, DATE)

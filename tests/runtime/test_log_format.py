@@ -86,6 +86,14 @@ def test_the_command_line_prints_its_version_and_rejects_an_unknown_format() -> 
     )
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_check_of_a_gpu_fails_without_one(tiny_checkpoint: Path) -> None:
+    rejected = serve("--check", "--device", "cuda", "--model", str(tiny_checkpoint))
+    assert rejected.returncode == 2
+    (line,) = rejected.stderr.splitlines()
+    assert line.startswith("megatron-serve: --device cuda: PyTorch ")
+
+
 def test_the_check_requires_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     check_device(EngineOptions(device="cpu"), 8)
     engine = EngineOptions(device="cuda")

@@ -29,9 +29,10 @@ class Helm:
         self._kubeconfig = kubeconfig
 
     def __call__(self, *words: str | Path) -> str:
-        """Runs Helm; returns its output. Raises CommandFailedError with its error."""
+        """Runs Helm in the root of the sources; returns its output. Raises CommandFailedError with its error."""
+        command = [self.program, *words]
         done = subprocess.run(
-            [self.program, *words], env=self._env(), capture_output=True, text=True, timeout=TIMEOUT, check=False
+            command, cwd=ROOT, env=self._env(), capture_output=True, text=True, timeout=TIMEOUT, check=False
         )
         if done.returncode != 0:
             said = f"{done.stdout.strip()}\n{done.stderr.strip()}"

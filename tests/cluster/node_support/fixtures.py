@@ -15,6 +15,7 @@ from cluster_support.progress import Say, say_at_once
 from node_support import requirements
 from node_support.node import Node
 from node_support.prepared import BUILT, Prepared
+from node_support.quickstart import Quickstart
 from node_support.stage import OPERATOR_VARIABLE, RUNTIME_VARIABLE, Images, Stage
 from operator_support.resource import Json, Resource
 
@@ -44,9 +45,17 @@ def prepared_node(request: pytest.FixtureRequest) -> Prepared:
 
 @pytest.fixture(scope="module")
 def own_node(prepared_node: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    """A cluster of one node, with the project's images."""
-    with prepared_node.node(binaries.find_kubectl(os.environ), tmp_path_factory.mktemp("node")) as node:
+    """A cluster of one node, without images of the project: the quickstart loads them."""
+    folder = tmp_path_factory.mktemp("node")
+    with prepared_node.node(binaries.find_kubectl(os.environ), folder, loaded=()) as node:
         yield node
+
+
+@pytest.fixture(scope="module")
+def quickstart(own_node: Node, prepared_node: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
+    """The commands of the README for this node, none of which has run."""
+    helm = find_helm(os.environ, say_at_once)
+    return Quickstart(own_node, prepared_node, helm, tmp_path_factory.mktemp("quickstart"))
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +74,24 @@ def stage_cluster(request: pytest.FixtureRequest) -> tuple[Cluster, Images]:
 
 
 @pytest.fixture(scope="module")
-def real_stage(stage_cluster: tuple[Cluster, Images], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """The chart, installed."""
+def real_stage(
+    request: pytest.FixtureRequest,
+    stage_cluster: tuple[Cluster, Images],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Stage]:
+    """The chart, installed; on a node of the tests by the commands of the README, which build and load the images."""
     cluster, chosen = stage_cluster
     helm = find_helm(os.environ, say_at_once)
     stage = Stage(cluster, chosen, helm, tmp_path_factory.mktemp("stage"))
+    if isinstance(cluster, Node):  # a new cluster is removed as a whole
+        request.getfixturevalue("quickstart").run_until("kubectl")
+        yield stage
+        return
     try:
         stage.install()
         yield stage
     finally:
-        if not isinstance(cluster, Node):  # a new cluster is removed as a whole
-            stage.remove()
+        stage.remove()
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +103,15 @@ def stage_namespace(real_stage: Stage) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def sample(real_stage: Stage, stage_namespace: str) -> Resource:
-    """The unchanged manifests/samples/smollm2.yaml, applied and ready."""
-    path = Path(__file__).parents[3] / "manifests/samples/smollm2.yaml"
-    real_stage.cluster.kubectl("-n", stage_namespace, "apply", "--validate=false", "-f", str(path))
+def sample(request: pytest.FixtureRequest, real_stage: Stage, stage_namespace: str) -> Resource:
+    """The unchanged manifests/samples/smollm2.yaml, applied and ready; on a node of the tests as in the README."""
+    if isinstance(real_stage.cluster, Node):
+        quickstart: Quickstart = request.getfixturevalue("quickstart")
+        quickstart.use(stage_namespace)
+        quickstart.run_until("kubectl megatron")
+    else:
+        path = Path(__file__).parents[3] / "manifests/samples/smollm2.yaml"
+        real_stage.cluster.kubectl("-n", stage_namespace, "apply", "--validate=false", "-f", str(path))
     resource = Resource(real_stage.cluster, stage_namespace, "smollm2")
     asyncio.run(resource.until(_is_running, "the sample to run", within=240))
     return resource

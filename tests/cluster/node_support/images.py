@@ -29,6 +29,14 @@ from requirements import requirements  # noqa: E402
 from torch_for_cpu import pinned_version  # noqa: E402
 
 LEFT_OUT = ("doc", "info", "locale", "man")
+HOOKS = (
+    # As in the official image, whose Dockerfile deletes them.
+    'find "$1" -name "*.pyc" -delete',
+    # mmdebstrap copies these of this machine, with modes that depend on the umask.
+    'for each in hostname resolv.conf; do install --mode=644 /dev/null "$1/etc/$each"; done',
+    f'echo "deb http://deb.debian.org/debian {debian.SUITE} main" > "$1/etc/apt/sources.list"',
+)
+"""What is changed in a base image, whose root is ``$1``."""
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 OLD = 86400.0
 """Age in seconds after which images of other sources are deleted."""
@@ -206,9 +214,8 @@ class Builder:
         mmdebstrap = [self.tools.program("mmdebstrap"), "--mode=root", "--variant=essential", quick, *left_out]
         # With the date of the files, mmdebstrap leaves out logs and ids that differ between builds.
         environment = {**self._environment, "TMPDIR": str(self.workspace), "SOURCE_DATE_EPOCH": "0"}
-        # As in the official image, whose Dockerfile deletes them.
-        uncompiled = '--customize-hook=find "$1" -name "*.pyc" -delete'
-        command = [*mmdebstrap, f"--include={','.join(base.packages)}", uncompiled, debian.SUITE, tar, archive]
+        hooks = [f"--customize-hook={hook}" for hook in HOOKS]
+        command = [*mmdebstrap, f"--include={','.join(base.packages)}", *hooks, debian.SUITE, tar, archive]
         run_guarded(_private(command), self.log, env=environment)
         (self.workspace / "base").mkdir()
         (self.workspace / "base/Dockerfile").write_text('FROM scratch\nADD base.tar /\nCMD ["python3"]\n')
@@ -239,11 +246,8 @@ class Builder:
 
     def _build_image(self, image: Image, wheels: Path) -> None:
         contexts = [f"--build-context=wheels={wheels}"] if image.wheels_for else []
-        folder = ROOT
-        if image is SMOLLM2:
-            folder = self.models
+        folder = self.context(image)
         if image is PAUSE:
-            folder = self.workspace / "pause"
             folder.mkdir()
             shutil.copy(self.tools.program("busybox"), folder / "busybox")
         flags = ["--pull-never", "--format=docker", "--layers", "--timestamp=0", "--network=none", "--isolation=oci"]
@@ -255,6 +259,10 @@ class Builder:
             "bud", *self._policy, *flags, f"--runtime={self.tools.program('runc')}", *contexts,
             "--build-arg=PIP_NO_INDEX=1", f"--file={ROOT / image.dockerfile}", f"--tag={image.name}", str(folder),
         )  # fmt: skip
+
+    def context(self, image: Image) -> Path:
+        """The folder whose files an image is built from."""
+        return {SMOLLM2: self.models, PAUSE: self.workspace / "pause"}.get(image, ROOT)
 
     def _names(self) -> set[str]:
         listed = self.asked("images", "--format={{.Name}}:{{.Tag}}")

@@ -1,6 +1,6 @@
 """The programs and images of a node, and the node itself."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,9 +26,11 @@ class Prepared:
         self.images = images.build(env, say, self.tools)
 
     @contextmanager
-    def node(self, kubectl: Path, folder: Path) -> Iterator[Node]:
-        """A cluster of one node with the images."""
+    def node(
+        self, kubectl: Path, folder: Path, loaded: Sequence[images.Image] = (images.OPERATOR, images.SMOLLM2)
+    ) -> Iterator[Node]:
+        """A cluster of one node with these images."""
         with Node(self.source, kubectl, folder, self.tools) as node:
-            for image in (images.PAUSE, images.OPERATOR, images.SMOLLM2):
+            for image in (images.PAUSE, *loaded):
                 node.import_image(self.images / image.archive)
             yield node

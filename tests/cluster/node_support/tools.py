@@ -1,8 +1,8 @@
-"""The programs for a node and for building images, from Debian's packages, unpacked without installation."""
+"""The programs for a node, and for building and publishing images, from Debian's packages, without installation."""
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cluster_support import debian
@@ -24,6 +24,10 @@ PACKAGES = (
 )
 IPTABLES = ("iptables", "iptables-restore", "iptables-save", "ip6tables", "ip6tables-restore", "ip6tables-save")
 NEEDED = ("containerd", "containerd-shim-runc-v2", "ctr", "runc", "xtables-nft-multi", "buildah", "iptables", "ip")
+
+
+OF_A_REGISTRY = ("docker-registry", "skopeo")
+"""A registry, and a program that copies images to it; packages of Debian with these names."""
 
 
 class NodeTools:
@@ -52,9 +56,12 @@ class NodeTools:
             raise FileNotFoundError(name)
         return Path(found)
 
+    def has(self, *names: str) -> bool:
+        return all(shutil.which(name, path=self._path) for name in names)
+
     @property
     def are_complete(self) -> bool:
-        return self.cni.is_dir() and all(shutil.which(name, path=self._path) for name in NEEDED)
+        return self.cni.is_dir() and self.has(*NEEDED)
 
 
 def find_or_fetch(env: Mapping[str, str], say: Say) -> NodeTools:
@@ -64,19 +71,38 @@ def find_or_fetch(env: Mapping[str, str], say: Say) -> NodeTools:
     return NodeTools(kept(Kept("NodeTools", folder, effort, lambda made: NodeTools(made).are_complete, _fetch), say))
 
 
+def find_or_fetch_registry(env: Mapping[str, str], say: Say) -> NodeTools:
+    """The programs OF_A_REGISTRY. Raises ClusterSupportError."""
+    folder = cache_folder(env) / f"registry-tools-{debian.SUITE}"
+
+    def fetch(workspace: Path, progress: Progress) -> Path:
+        return _unpack(OF_A_REGISTRY, workspace, progress)
+
+    def are_complete(made: Path) -> bool:
+        return NodeTools(made).has(*OF_A_REGISTRY)
+
+    return NodeTools(kept(Kept("RegistryTools", folder, "10 MB to download", are_complete, fetch), say))
+
+
 def _fetch(workspace: Path, progress: Progress) -> Path:
-    log, made = workspace / "log", workspace / "made"
-    apt = debian.Apt(workspace / "apt", log)
-    progress("reading the package lists")
-    apt.update()
-    progress(f"downloading {', '.join(PACKAGES)}")
-    (made / "root").mkdir(parents=True)
-    debian.unpack(apt.download_missing(*PACKAGES), made / "root", log)
+    made = _unpack(PACKAGES, workspace, progress)
     (made / "links").mkdir()
     # One program with several names; Debian creates the links when the package is installed.
     several = NodeTools(made).program("xtables-nft-multi")
     for name in IPTABLES:
         inside = several.is_relative_to(made)
         (made / "links" / name).symlink_to(os.path.relpath(several, made / "links") if inside else several)
-    run_guarded([made / "links/iptables", "--version"], log, env=NodeTools(made).environment)
+    run_guarded([made / "links/iptables", "--version"], workspace / "log", env=NodeTools(made).environment)
+    return made
+
+
+def _unpack(packages: Sequence[str], workspace: Path, progress: Progress) -> Path:
+    """Downloads packages with what they need and this machine lacks; returns the folder with their files in `root`."""
+    log, made = workspace / "log", workspace / "made"
+    apt = debian.Apt(workspace / "apt", log)
+    progress("reading the package lists")
+    apt.update()
+    progress(f"downloading {', '.join(packages)}")
+    (made / "root").mkdir(parents=True)
+    debian.unpack(apt.download_missing(*packages), made / "root", log)
     return made

@@ -116,7 +116,8 @@ def test_an_unknown_type_of_tools_is_refused_with_the_known_one(body: type[BaseM
 
 def test_the_effort_reaches_the_template_under_its_names() -> None:
     assert prompt() == "<user>Hi</user><assistant>"
-    assert prompt(reasoning_effort="high") == "<user>Hi</user>[high True True]<assistant>"
+    for effort in ("high", "max"):
+        assert prompt(reasoning_effort=effort) == f"<user>Hi</user>[{effort} True True]<assistant>"
     assert prompt(reasoning_effort="none", verbosity="low") == "<user>Hi</user>[none False False][low]<assistant>"
     overridden = prompt(reasoning_effort="low", chat_template_kwargs={"enable_thinking": False})
     assert overridden == "<user>Hi</user>[low False True]<assistant>"
@@ -265,7 +266,7 @@ NOT_IMPLEMENTED: dict[str, Any] = {
     "mm_processor_kwargs": {"a": 1},
     "media_io_kwargs": {"video": {}},
     "mm_payload": {"image": []},
-    "return_mm_kwargs": True,
+    "return_mm_kwargs": {"a": 1},
     "logprob_token_ids": [1],
     "return_prompt_text": True,
     "return_token_offsets": True,
@@ -320,7 +321,9 @@ def test_a_response_refuses_what_it_cannot_report(name: str) -> None:
 
 def test_neutral_and_unknown_fields_are_accepted() -> None:
     neutral = {"use_beam_search": False, "length_penalty": 1.0, "vllm_xargs": {}, "truncation_side": "left"}
-    assert chat(**neutral, documents=None, frobnicate=7).use_beam_search is False
+    assert chat(**neutral, documents=None, return_mm_kwargs=True, frobnicate=7).use_beam_search is False
+    assert chat(thinking_token_budget=-1).thinking_token_budget is None
+    assert refusal(ChatCompletionBody, thinking_token_budget=-2)[0] == "thinking_token_budget"
 
 
 def test_scores_of_prompts_are_not_streamed() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from megatron_runtime.sampling_params import DEFAULTS, LONGEST_SALT, RANGES
 from megatron_runtime.server.bodies.limits import AllowedTokens, BadWords, Biases, StopTokens
+
+UNLIMITED = -1
+"""A budget that is none, as in vLLM."""
 
 
 def parameter(name: str, default: Any = None, **limits: Any) -> Any:
@@ -44,7 +47,9 @@ class SamplingFields(BaseModel):
     ignore_eos: bool = False
     allowed_token_ids: AllowedTokens | None = None
     skip_special_tokens: bool = True
-    thinking_token_budget: int | None = parameter("thinking_token_budget")
+    thinking_token_budget: Annotated[
+        int | None, BeforeValidator(lambda budget: None if budget == UNLIMITED else budget)
+    ] = parameter("thinking_token_budget")
     priority: int = parameter("priority")
     cache_salt: str | None = Field(None, min_length=1, max_length=LONGEST_SALT)
 

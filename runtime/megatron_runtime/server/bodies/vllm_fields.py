@@ -40,7 +40,8 @@ class VllmFields(BaseModel):
     mm_processor_kwargs: Annotated[Any, Only(None, {})] = None
     media_io_kwargs: Annotated[Any, Only(None, {})] = None
     mm_payload: Annotated[Any, Only(None, {})] = None
-    return_mm_kwargs: Annotated[Any, Only(None, False)] = None
+    return_mm_kwargs: Annotated[Any, Only(None, True, False)] = None
+    """Has no effect, as in vLLM on these paths."""
     logprob_token_ids: Annotated[Any, Only(None, [])] = None
     return_prompt_text: Annotated[Any, Only(None, False)] = None
     return_token_offsets: Annotated[Any, Only(None, False)] = None

@@ -26,7 +26,7 @@ STAND_INS = {"make venv": "the environment of the tests", ". .venv/bin/activate"
 START = 'megatron-serve --model "$MODEL"'
 """A script with it is the quickstart."""
 WITHOUT_A_CLUSTER = "kind create cluster"
-"""A block with it needs Docker and kind; tests/e2e/test_docs_commands.py checks its commands."""
+"""A block with it needs Docker and kind; tests/cluster/test_node_serving.py runs it with what the tests have."""
 
 
 def for_the_pod(block: DocBlock, pod: Any) -> str:
