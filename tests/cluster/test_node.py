@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tarfile
@@ -80,7 +81,7 @@ def test_an_image_has_no_names_and_addresses_of_the_machine_that_built_it(prepar
         with tarfile.open(fileobj=archive.extractfile(manifest["Layers"][0])) as base:
             names = [f"etc/{name}" for name in ("hostname", "resolv.conf", "apt/sources.list")]
             found = [content(base, name) for name in names]
-            modes = [base.getmember(name).mode for name in names]
+            modes = [stat.S_IMODE(base.getmember(name).mode) for name in names]
     assert found == [b"", b"", f"deb http://deb.debian.org/debian {debian.SUITE} main\n".encode()]
     assert modes == [0o644] * len(names)
 
