@@ -116,6 +116,23 @@ def test_drafts_that_are_cheap_and_right_are_used(
     assert simulation.run(1000) > speed
 
 
+@pytest.mark.parametrize("right", [0.5, 0.7, 0.8, 0.9])
+def test_drafts_are_nearly_as_fast_as_with_the_best_constant_number(right: float) -> None:
+    """Also while some passes have wrong drafts alone, which are never too many to be made up for by the others."""
+    simulation = Simulation(right, round_time=0.13, row_time=0.08, noise=0.1)
+    simulation.run(100)
+    constant = [
+        (1 - right ** (count + 1)) / (1 - right) / (1 + count * (simulation.row_time + simulation.round_time))
+        for count in range(simulation.most + 1)
+    ]
+    assert simulation.run(1000) > 0.92 * max(constant)
+
+
+@pytest.mark.parametrize(("round_time", "speed"), [(0.13, 0.95), (1.0, 0.92)])
+def test_the_first_passes_of_an_engine_lose_little(round_time: float, speed: float) -> None:
+    assert Simulation(0.0, round_time, row_time=0.08).run(60) > speed
+
+
 def test_the_number_of_drafts_depends_on_their_costs() -> None:
     counts = {}
     for round_time in (0.05, 0.2, 0.4, 0.8):

@@ -118,17 +118,18 @@ def test_drafts_become_fewer_when_they_are_wrong_and_more_when_they_are_right() 
     tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]
     assert len(lookup.propose(tokens, 8)) == 8
     lookup.note(8, 3)
-    assert len(lookup.propose(tokens, 8)) == 3
-    lookup.note(3, 3)
-    assert len(lookup.propose(tokens, 8)) == 6
-    passes = []
-    for _ in range(8):
-        lookup.note(1, 0)
+    assert len(lookup.propose(tokens, 8)) == 4
+    lookup.note(4, 4)
+    assert len(lookup.propose(tokens, 8)) == 8
+    lengths, passes = [], []
+    for _ in range(11):
+        lookup.note(8, 0)
         waited = 0
         while not (drafts := lookup.propose(tokens, 8)):
             waited += 1
-        assert len(drafts) == 1
+        lengths.append(len(drafts))
         passes.append(waited)
-    assert passes == [1, 2, 4, 8, 16, 32, 32, 32]
+    assert lengths == [4, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+    assert passes == [0, 0, 0, 1, 2, 4, 8, 16, 32, 32, 32]
     lookup.note(1, 1)
     assert len(lookup.propose(tokens, 8)) == 2

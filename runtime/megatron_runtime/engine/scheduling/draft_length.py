@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+_FAILURES_TO_PAUSE = 4
 _LONGEST_PAUSE = 32
 
 
 class DraftLength:
-    """The number of drafts doubles when all are accepted, and falls to the number of accepted ones.
+    """The number of drafts doubles when all are accepted. Else it falls by half, but not below the accepted ones and
+    one more.
 
-    After drafts without an accepted one there are none for a while, which doubles each time. So a sequence whose drafts
-    are always wrong has about one draft in 32 passes.
+    After four times without an accepted draft there are none for a while, which doubles each time. So a sequence whose
+    drafts are always wrong has about one draft in 32 passes.
 
     Args:
         most: Most tokens of a draft.
@@ -18,7 +20,7 @@ class DraftLength:
     def __init__(self, most: int) -> None:
         self._most = most
         self._length = most
-        self._pause = 0
+        self._failures = self._pause = 0
         self._skipped = 0
 
     def within(self, limit: int) -> int:
@@ -34,8 +36,12 @@ class DraftLength:
         """Note how many of the last drafts were the sampled tokens."""
         self._skipped = 0
         if num_accepted == num_drafts:
-            self._length, self._pause = min(2 * self._length, self._most), 0
-        elif num_accepted:
-            self._length, self._pause = num_accepted, 0
+            self._length = min(2 * self._length, self._most)
         else:
-            self._length, self._pause = 1, min(max(2 * self._pause, 1), _LONGEST_PAUSE)
+            self._length = max(num_accepted + 1, self._length // 2)
+        if num_accepted:
+            self._failures = self._pause = 0
+            return
+        self._failures += 1
+        if self._failures >= _FAILURES_TO_PAUSE:
+            self._pause = min(max(2 * self._pause, 1), _LONGEST_PAUSE)

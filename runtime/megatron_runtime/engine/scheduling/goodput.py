@@ -11,8 +11,10 @@ _FADING = 0.95
 """Weight of a draft relative to the next one."""
 _LOSS = 0.02
 """Largest part of the time that may be lost to drafts in the long run."""
-_MOST_PASSES = 1
-"""Passes without drafts whose time may be lost at once, at first or after gains."""
+_FIRST_PASSES = 1
+"""Passes without drafts whose time may be lost at first."""
+_MOST_PASSES = 8
+"""The same after gains."""
 _PLAIN_INTERVAL = 64
 """Every so many passes, one without drafts is measured."""
 
@@ -25,7 +27,8 @@ class Goodput:
     times are unknown, each sequence has one draft at most; where passes take no time, all drafts are permitted.
 
     Times and fractions change, so that drafts without an expected gain are tried again: one draft of one sequence, when
-    the losses so far are at most 2 % of the time. Without that allowance there are no drafts, whatever is expected.
+    the losses so far are at most 2 % of the time. Drafts that would lose more than that and earlier gains, if all of
+    them were wrong, are not permitted, whatever is expected.
 
     Ranks in lock step note the same values, which the rank that samples measures, so that they permit the same drafts.
     """
@@ -61,15 +64,18 @@ class Goodput:
         return [int(index == trial) for index in range(len(wanted))]
 
     def _best(self, rows: int, sampled: int, wanted: Many[int]) -> int:
-        """The largest number of drafts per sequence that is worth it."""
+        """The number of drafts per sequence that gives the most tokens per second, of those that may all be wrong."""
         ending, deeper = Counter(wanted), sum(1 for each in wanted if each)
         tokens, seconds = float(sampled), self._passes.of(rows)
         row, chance, right = self._passes.of(rows + 1) - seconds, 1.0, self._right / self._tried
         best, highest = 0, tokens / seconds
+        longest = seconds + (_FIRST_PASSES * seconds if self._gain is None else self._gain)
         for length in range(1, max(wanted) + 1):
             chance *= right
             tokens += deeper * chance
             seconds += deeper * row + self._rounds.of(deeper)
+            if seconds > longest:
+                break
             if tokens / seconds > highest:
                 best, highest = length, tokens / seconds
             deeper -= ending[length]
@@ -112,6 +118,8 @@ class Goodput:
             return
         spent = self._passes.of(rows + drafts) - plain + sum(self._rounds.of(each) for each, _ in rounds)
         earned = plain * accepted / sampled if sampled else 0.0
-        most = _MOST_PASSES * plain
-        known = most if self._gain is None else self._gain
-        self._gain = min(known + earned - spent + _LOSS * plain, most)
+        first = _FIRST_PASSES * plain
+        gain = (first if self._gain is None else self._gain) + earned - spent
+        if gain < first:
+            gain = min(gain + _LOSS * plain, first)
+        self._gain = min(gain, _MOST_PASSES * plain)
