@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
+import torch.utils._device
 from gpu_support.fake_driver import FakeDriver
 from gpu_support.kernel_launches import kernel_users, variant
 from gpu_support.pretended_graphs import PretendedGraph, graph_functions, overwrite
