@@ -23,6 +23,7 @@ from megatron_runtime.errors import CheckpointError, ConfigurationError, EngineE
 from megatron_runtime.launch.pod_state import RankPhase
 from megatron_runtime.launch.rank_options import RankOptions, RankPlan
 from megatron_runtime.parallel.timeouts import LOAD_TIMEOUT
+from megatron_runtime.processes.background import in_background
 from megatron_runtime.processes.idle_memory import return_memory_at_rest
 from megatron_runtime.processes.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE, ParentLink
 from megatron_runtime.processes.supervisor import error_report
@@ -266,33 +267,27 @@ async def _serve(link: ParentLink, options: RankOptions, plan: RankPlan, engine:
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, drain)
     _report_phase(link, RankPhase.REGISTERING)
-    works = (_report_registration(link, loop), link.keep_beating(), return_memory_at_rest(lambda: _is_loaded(engine)))
-    background = [asyncio.create_task(work) for work in works]
     try:
-        await (loop.run() if lock_step is None else run_in_lock_step(loop, lock_step))
+        async with in_background(_report_registration(link, loop), link.keep_beating(), _return_memory(engine)):
+            await (loop.run() if lock_step is None else run_in_lock_step(loop, lock_step))
     finally:
-        for task in background:
-            task.cancel()
-        await asyncio.gather(*background, *drains, return_exceptions=True)
+        await asyncio.gather(*drains, return_exceptions=True)
 
 
 async def _run_follower(link: ParentLink, engine: DynamicInferenceEngine, ranks: Ranks) -> None:
     """Runs until the first rank releases this one; only the first rank handles SIGTERM."""
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
-    works = (link.keep_beating(), return_memory_at_rest(lambda: _is_loaded(engine)))
-    background = [asyncio.create_task(work) for work in works]
-    _report_phase(link, RankPhase.SERVING)
-    try:
+    async with in_background(link.keep_beating(), _return_memory(engine)):
+        _report_phase(link, RankPhase.SERVING)
         await asyncio.to_thread(_run_follower_on_device, engine, ranks)
-    finally:
-        for task in background:
-            task.cancel()
-        await asyncio.gather(*background, return_exceptions=True)
 
 
-def _is_loaded(engine: DynamicInferenceEngine) -> bool:
-    stats = engine.stats()
-    return stats.running + stats.waiting > FEW_REQUESTS
+async def _return_memory(engine: DynamicInferenceEngine) -> None:
+    def is_loaded() -> bool:
+        stats = engine.stats()
+        return stats.running + stats.waiting > FEW_REQUESTS
+
+    await return_memory_at_rest(is_loaded)
 
 
 def _run_follower_on_device(engine: DynamicInferenceEngine, ranks: Ranks) -> None:

@@ -224,10 +224,12 @@ class DynamicInferenceContext:
         if self.has_states:
             arrays["state_slots"] = flat.rows.astype(np.int64)
         slots = _adapters_of_rows(slices)
-        rows = {} if slots is None else rows_of_adapters(slots)
+        if slots is None or self.device.type == "cpu":
+            adapters = None if slots is None else AdapterRows(slots)
+            return ForwardBatch(**on_device(arrays, self.device), adapters=adapters, host_tables=tables)
+        rows = rows_of_adapters(slots)
         there = on_device(arrays | {f"adapter {slot}": rows[slot] for slot in rows}, self.device)
-        groups = {slot: there.pop(f"adapter {slot}") for slot in rows}
-        adapters = None if slots is None else AdapterRows(slots, groups)
+        adapters = AdapterRows(slots, {slot: there.pop(f"adapter {slot}") for slot in rows})
         return ForwardBatch(**there, adapters=adapters, host_tables=tables)
 
     def sampling_rules(self, slices: Slices[SequenceSlice], *, with_edits: bool = True) -> SamplingRules:

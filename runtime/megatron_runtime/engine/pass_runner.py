@@ -265,9 +265,9 @@ class PassRunner:
             self._scheduler.forget_prefixes()
             self.finish(tracked, "error", InvalidLogitsError("the model returned logits that are not finite"))
             return
-        known = tracked.num_generated
+        known = len(tracked.generated)
         reason = tracked.settle(part, token, scores)
-        if token is not None and tracked.num_generated > known:
+        if token is not None and len(tracked.generated) > known:
             self.generated_tokens_total += 1
             if self._tracks_tokens:
                 self._note_token_event(tracked, token)

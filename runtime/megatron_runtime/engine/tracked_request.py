@@ -60,11 +60,10 @@ class TrackedRequest:
         self.bad_sequences = _bad_sequences(tuple(params.bad_words or ()), tokenizer)
         self.pooled: PooledStates | None = None
         """The hidden states of a request for an embedding; created with its sequence."""
-        self._generated: list[int] = []
+        self.generated: list[int] = []
+        """The generated tokens of all segments."""
         self._log_probs: list[float] = []
         self._top_n: list[dict[str, float]] = []
-        self.num_generated = 0
-        """Number of generated tokens."""
         self._num_emitted = 0
         self._terminated = False
         self._first_token_time: float | None = None
@@ -123,9 +122,9 @@ class TrackedRequest:
         Returns:
             The reason if the request has ended.
         """
-        request, sequence = self.record.requests[-1], part.sequence
+        sequence = part.sequence
         # Where tokens are generated, the whole prompt was computed by an earlier pass.
-        if token is None or request.status is not Status.ACTIVE_AND_GENERATING_TOKENS:
+        if token is None or self.record.requests[-1].status is not Status.ACTIVE_AND_GENERATING_TOKENS:
             self._note_progress(part.end, samples=token is not None)
         reason: FinishReason | None = None
         if token is not None and len(sequence.tokens) >= sequence.max_length:
@@ -190,7 +189,7 @@ class TrackedRequest:
         self._num_emitted = end
         return PartialOutput(
             self.record.request_id,
-            self._generated[start:end],
+            self.generated[start:end],
             self._log_probs[start:end] if params.return_log_probs else None,
             self._top_n[start:end] if params.top_n_logprobs else None,
         )
@@ -244,10 +243,9 @@ class TrackedRequest:
             request.remaining_prompt_tokens = request.prompt_tokens[num_computed:]
 
     def _append_token(self, token: int) -> FinishReason | None:
-        self._generated.append(token)
-        self.num_generated += 1
+        self.generated.append(token)
         self.record.requests[-1].generated_tokens.append(token)
-        may_end = self.num_generated > self.params.min_tokens
+        may_end = len(self.generated) > self.params.min_tokens
         if may_end and token in self.stop_ids:
             self._terminated = True
             return "stop"
@@ -259,7 +257,7 @@ class TrackedRequest:
     def _num_visible(self, final: bool) -> int:
         if self._matcher is not None and not final:
             return max(self._num_emitted, self._matcher.safe_tokens())
-        return len(self._generated) - self._terminated
+        return len(self.generated) - self._terminated
 
     def _final_text(self) -> str:
         """The text of the answer; tokens after a stop string are removed."""
@@ -272,25 +270,25 @@ class TrackedRequest:
             return self._matcher.text[:start]
         hidden = int(self._terminated and not keeps_stop)
         return self._tokenizer.detokenize(
-            self._generated[: len(self._generated) - hidden], skip_special_tokens=self.params.skip_special_tokens
+            self.generated[: len(self.generated) - hidden], skip_special_tokens=self.params.skip_special_tokens
         )
 
     def _stop_reason(self) -> int | str | None:
         if self._matcher is not None and self._matcher.match is not None:
             start, end = self._matcher.match
             return self._matcher.text[start:end]
-        if not self._generated:
+        if not self.generated:
             return None
-        last = self._generated[-1]
+        last = self.generated[-1]
         is_requested = last in (self.params.stop_token_ids or ())
         is_own_end = not self.params.ignore_eos and last in self._tokenizer.eos_token_ids
         return last if self._terminated and is_requested and not is_own_end else None
 
     def _keep_tokens(self, count: int) -> None:
-        excess = len(self._generated) - count
+        excess = len(self.generated) - count
         if excess == 0:
             return
-        for values in (self._generated, self._log_probs, self._top_n):
+        for values in (self.generated, self._log_probs, self._top_n):
             del values[count:]
         for name in ("generated_tokens", "generated_log_probs", "generated_top_n_logprobs"):
             left = excess
@@ -308,8 +306,8 @@ class TrackedRequest:
         if self._first_token_time is None:
             return
         self.record[0].ttft = self._first_token_time - submitted
-        if len(self._generated) > 1 and self.record[0].tpot is None:
-            self.note_time_per_token((now - self._first_token_time) / (len(self._generated) - 1))
+        if len(self.generated) > 1 and self.record[0].tpot is None:
+            self.note_time_per_token((now - self._first_token_time) / (len(self.generated) - 1))
 
 
 def _append(values: object, value: object) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -18,8 +20,17 @@ class AdapterRows:
     slots: NDArray[np.int32]
     """[T], the slot of each row's adapter; -1 for none."""
 
-    groups: Mapping[int, Tensor]
-    """Every slot in use, with its rows: int64 [rows of the slot], on the device."""
+    groups_on_device: Mapping[int, Tensor] | None = None
+    """The `groups` of a GPU."""
+
+    @cached_property
+    def groups(self) -> Mapping[int, Tensor]:
+        """Every slot in use, with its rows: int64 [rows of the slot], on the device. The kernel of CPUs has no need of
+        them, so that they are found on request there.
+        """
+        if self.groups_on_device is not None:
+            return self.groups_on_device
+        return {slot: torch.from_numpy(rows) for slot, rows in rows_of_adapters(self.slots).items()}
 
 
 def rows_of_adapters(slots: NDArray[np.int32]) -> dict[int, NDArray[np.int64]]:

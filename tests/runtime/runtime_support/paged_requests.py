@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.forward_batch import AdapterRows, ForwardBatch, rows_of_adapters
+from megatron_runtime.model.forward_batch import AdapterRows, ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
 
 NUM_STATES = 8
@@ -90,7 +90,5 @@ class PagedRequests:
         )
 
     def _adapter_rows(self, new_tokens: Mapping[str, Sequence[int]]) -> AdapterRows | None:
-        if not self.adapters:
-            return None
-        slots = np.array([self.adapters.get(name, -1) for name, tokens in new_tokens.items() for _ in tokens], np.int32)
-        return AdapterRows(slots, {slot: torch.from_numpy(rows) for slot, rows in rows_of_adapters(slots).items()})
+        slots = [self.adapters.get(name, -1) for name, tokens in new_tokens.items() for _ in tokens]
+        return AdapterRows(np.array(slots, np.int32)) if self.adapters else None

@@ -51,17 +51,21 @@ class Goodput:
             return list(wanted)
         if not self._passes.is_known:
             return [min(each, 1) for each in wanted]
-        if self._passes.of(rows) <= 0:
+        plain = self._passes.of(rows)
+        if plain <= 0:
             return list(wanted)
         if self._passes_with_drafts >= _PLAIN_INTERVAL:
             return [0] * len(wanted)
-        may_lose = self._gain is None or self._gain >= 0
-        most = self._best(rows, sampled, wanted) if may_lose else 0
+        most = self._best(rows, sampled, wanted)
         self.is_expected = most > 0
-        if most or not may_lose:
+        if most or self._may_lose(plain) < 0:
             return [min(most, each) for each in wanted]
         trial = next(index for index, each in enumerate(wanted) if each)
         return [int(index == trial) for index in range(len(wanted))]
+
+    def _may_lose(self, plain: float) -> float:
+        """Seconds, of which a pass without drafts takes ``plain``."""
+        return _FIRST_PASSES * plain if self._gain is None else self._gain
 
     def _best(self, rows: int, sampled: int, wanted: Many[int]) -> int:
         """The number of drafts per sequence that gives the most tokens per second, of those that may all be wrong."""
@@ -69,7 +73,7 @@ class Goodput:
         tokens, seconds = float(sampled), self._passes.of(rows)
         row, chance, right = self._passes.of(rows + 1) - seconds, 1.0, self._right / self._tried
         best, highest = 0, tokens / seconds
-        longest = seconds + (_FIRST_PASSES * seconds if self._gain is None else self._gain)
+        longest = seconds + self._may_lose(seconds)
         for length in range(1, max(wanted) + 1):
             chance *= right
             tokens += deeper * chance
@@ -119,7 +123,7 @@ class Goodput:
         spent = self._passes.of(rows + drafts) - plain + sum(self._rounds.of(each) for each, _ in rounds)
         earned = plain * accepted / sampled if sampled else 0.0
         first = _FIRST_PASSES * plain
-        gain = (first if self._gain is None else self._gain) + earned - spent
+        gain = self._may_lose(plain) + earned - spent
         if gain < first:
             gain = min(gain + _LOSS * plain, first)
         self._gain = min(gain, _MOST_PASSES * plain)

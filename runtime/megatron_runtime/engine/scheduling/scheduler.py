@@ -143,6 +143,7 @@ class Scheduler:
                 continue
             if limits.paused_blocks and self._should_pause(sequence, paused):
                 paused.append(sequence)
+            # Nearly every sequence has room, and is not worth a call in each pass.
             elif len(sequence.tokens) <= len(sequence.blocks) * size or self._grow(sequence, evicted):
                 num_behind = len(running) - index - 1
                 slices.append(self._begin_slice(sequence, budget - num_behind))
