@@ -5,12 +5,17 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file, save_file
+
+from megatron_runtime.model.lora.adapted_linear import UpdateTable
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -82,3 +87,17 @@ def _weight(module: Any) -> torch.Tensor:
     """[out, in]; the Conv1D of GPT-2 has its matrix transposed."""
     weight: torch.Tensor = module.weight.data
     return weight.t() if type(module).__name__ == "Conv1D" else weight
+
+
+@contextmanager
+def without_memory(*, at_call: int) -> Iterator[None]:
+    """In this context the device has no memory when the updates of a module are replaced for the ``at_call``th time."""
+    calls, replace = count(1), UpdateTable.replace
+
+    def replaced(table: UpdateTable, updates: Any) -> None:
+        if next(calls) == at_call:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        replace(table, updates)
+
+    with patch.object(UpdateTable, "replace", replaced):
+        yield

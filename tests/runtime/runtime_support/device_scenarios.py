@@ -7,6 +7,7 @@ import queue
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,11 +48,7 @@ def lose(rank: int, sizes: ParallelSizes, port: int, victim: int, is_killed: boo
 def lose_while_stuck(rank: int, sizes: ParallelSizes, port: int) -> dict[str, Any]:
     """The abort does not end either: the owner of the process learns of the lost rank."""
     setattr(device_watch, "_LAST_GRACE", 0.5)  # noqa: B010
-    use_collectives(StuckCollectives)
-    ranks = join(sizes, rank, port)
-    ranks.barrier("begin")
-    if rank:
-        os.kill(os.getpid(), signal.SIGKILL)
+    ranks = _join_and_lose_others(StuckCollectives, rank, sizes, port)
     told: queue.Queue[LostRankError] = queue.Queue()
     ranks.watch(told.put)
     waiting = _collectives(ranks).wait_for_kernel
@@ -70,32 +67,21 @@ class EndlessEvent:
 
 def lose_while_endless(rank: int, sizes: ParallelSizes, port: int) -> dict[str, Any]:
     """The work of the device never ends, whatever is aborted: the host goes on; and again, when more is to be done."""
-    use_collectives(EndlessCollectives)
-    ranks = join(sizes, rank, port)
-    ranks.barrier("begin")
-    if rank:
-        os.kill(os.getpid(), signal.SIGKILL)
+    ranks = _join_and_lose_others(EndlessCollectives, rank, sizes, port)
     said: dict[str, Any] = {"missing": [], "worked": False}
-    for _ in range(2):
+    wait = partial(ranks.await_device, cast("Any", EndlessEvent()))
+    for act in (wait, wait, partial(ranks.supervise, lambda: said.update(worked=True))):
         try:
-            ranks.await_device(cast("Any", EndlessEvent()))
+            act()
         except LostRankError as error:
             said["missing"].append(list(error.missing))
-    try:
-        ranks.supervise(lambda: said.update(worked=True))
-    except LostRankError as error:
-        said["missing"].append(list(error.missing))
     ranks.close()
     return said
 
 
 def fail_for_lost_memory(rank: int, sizes: ParallelSizes, port: int) -> dict[str, Any]:
     """The device fails at the memory of a lost rank, before this rank has noticed the loss."""
-    use_collectives(EndlessCollectives)
-    ranks = join(sizes, rank, port)
-    ranks.barrier("begin")
-    if rank:
-        os.kill(os.getpid(), signal.SIGKILL)
+    ranks = _join_and_lose_others(EndlessCollectives, rank, sizes, port)
 
     def work() -> None:
         raise torch.AcceleratorError("an illegal memory access was encountered")
@@ -111,11 +97,7 @@ def fail_for_lost_memory(rank: int, sizes: ParallelSizes, port: int) -> dict[str
 def wait_without_an_end(rank: int, sizes: ParallelSizes, port: int, folder: Path) -> None:
     """Of a library's caller, that no event and no abort ends."""
     setattr(device_watch, "_LAST_GRACE", 0.5)  # noqa: B010
-    use_collectives(StuckCollectives)
-    ranks = join(sizes, rank, port)
-    ranks.barrier("begin")
-    if rank:
-        os.kill(os.getpid(), signal.SIGKILL)
+    ranks = _join_and_lose_others(StuckCollectives, rank, sizes, port)
     (folder / "waits").touch()
     ranks.supervise(_collectives(ranks).wait_for_kernel)
     (folder / "goes on").touch()
@@ -171,6 +153,16 @@ def gather_columns(rank: int, sizes: ParallelSizes, port: int, as_on_gpus: bool)
                 assert torch.equal(given, own)
     ranks.close()
     return equal
+
+
+def _join_and_lose_others(kind: type[GlooCollectives], rank: int, sizes: ParallelSizes, port: int) -> Ranks:
+    """The ranks of the first one; the others are killed once all have joined."""
+    use_collectives(kind)
+    ranks = join(sizes, rank, port)
+    ranks.barrier("begin")
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return ranks
 
 
 def _collectives(ranks: Ranks) -> GlooCollectives:

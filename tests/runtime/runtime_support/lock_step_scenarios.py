@@ -6,13 +6,11 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-import torch
+from runtime_support.adapters import without_memory
 from runtime_support.device_collectives import use_collectives
 from runtime_support.group_scenarios import join
 
@@ -30,7 +28,6 @@ from megatron_runtime.model.attention_kind import attention_kind
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.kv_cache import KVCache
-from megatron_runtime.model.lora.adapted_linear import UpdateTable
 from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.sampling_params import SamplingParams
@@ -295,25 +292,13 @@ def wait_idle(rank: int, sizes: ParallelSizes, port: int, path: Path) -> float:
     return time.process_time() - before
 
 
-def _without_memory(replace: Callable[..., None]) -> Callable[..., None]:
-    """The same, but the second call fails."""
-    calls = count()
-
-    def replaced(table: UpdateTable, updates: Any) -> None:
-        if next(calls) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        replace(table, updates)
-
-    return replaced
-
-
 def adapt(rank: int, sizes: ParallelSizes, port: int, path: Path, folders: list[Path]) -> dict[str, Any]:
     """Adapters that are assigned, refused, replaced and unloaded while requests use them."""
     ranks = join(sizes, rank, port)
     engine = build(path, ranks)
     results: dict[str, Any] = {}
     if rank:
-        with patch.object(UpdateTable, "replace", _without_memory(UpdateTable.replace)):
+        with without_memory(at_call=2):
             run_follower(engine, ranks)
     else:
         first = LockStepEngine(engine, ranks)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runtime_support.pod import PORTS, Pod
 from suite_support.worker import free_host
 
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.model.tokenizer import load_tokenizer
+from megatron_runtime.server.admission import AdmissionController
+from megatron_runtime.server.api_keys import ApiKeys
+from megatron_runtime.server.frontend_context import FrontendContext
+from megatron_runtime.server.options import FrontendOptions, HttpOptions
+
 TINY_FLAGS = ("--dtype", "float32", "--kv-cache-memory", "32Mi")
 
+NO_COORDINATOR = "tcp://127.0.0.1:1"
 StartPod = Callable[..., Pod]
+MakeContext = Callable[..., FrontendContext]
 
 
 @pytest.fixture
@@ -29,6 +39,29 @@ def start_pod(tmp_path: Path) -> Iterator[StartPod]:
     yield start
     for pod in pods:
         pod.end()
+
+
+@pytest.fixture
+def make_context(tiny_checkpoint: Path) -> Iterator[MakeContext]:
+    """Creates what the app of a frontend gets, with these API keys; its coordinator does not answer."""
+    clients: list[InferenceClient] = []
+
+    def make(keys: Sequence[str], token_digest: str | None = None, **http: Any) -> FrontendContext:
+        clients.append(client := InferenceClient(NO_COORDINATOR, key="k" * 40))
+        options = FrontendOptions(
+            coordinator_address=NO_COORDINATOR,
+            tokenizer_path=str(tiny_checkpoint),
+            served_name="chat",
+            max_sequence_length=128,
+            http=HttpOptions(**http),
+        )
+        admission = AdmissionController(client, replica_group_wait=1.0, retry_after=1, max_in_flight=8)
+        tokenizer = load_tokenizer(tiny_checkpoint)
+        return FrontendContext(options, client, tokenizer, admission, ApiKeys(None, keys), token_digest)
+
+    yield make
+    for client in clients:
+        client.stop()
 
 
 @pytest.fixture

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 from starlette.routing import Route
 
-from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.launch import control_api
 from megatron_runtime.launch.control_api import create_control_api
 from megatron_runtime.launch.pod_state import PodFacts, PodState
-from megatron_runtime.model.tokenizer import load_tokenizer
 from megatron_runtime.server.adapter_routes import MAX_BODY_BYTES
-from megatron_runtime.server.admission import AdmissionController
-from megatron_runtime.server.api_keys import ApiKeys, digest
+from megatron_runtime.server.api_keys import digest
 from megatron_runtime.server.app import create_app
 from megatron_runtime.server.frontend_context import FrontendContext
 from megatron_runtime.server.http_server import HttpServer
-from megatron_runtime.server.options import FrontendOptions, HttpOptions
 
 KEY, TOKEN = "key-of-a-client", "token-of-the-operator"
 OPEN = {"/ping", "/v1/ping"}
@@ -67,20 +62,9 @@ def head(path: str, **headers: Any) -> str:
 
 
 @pytest.fixture
-def frontend(tiny_checkpoint: Path) -> Iterator[FastAPI]:
-    """The app of a frontend that needs a key, with all routes; its coordinator does not answer."""
-    client = InferenceClient("tcp://127.0.0.1:1", key="k" * 40)
-    options = FrontendOptions(
-        coordinator_address="tcp://127.0.0.1:1",
-        tokenizer_path=str(tiny_checkpoint),
-        served_name="chat",
-        max_sequence_length=128,
-        http=HttpOptions(megatron_http=True, body_timeout=BODY_SECONDS),
-    )
-    admission = AdmissionController(client, replica_group_wait=1.0, retry_after=1, max_in_flight=8)
-    keys, token = ApiKeys(None, [KEY]), digest(TOKEN).hex()
-    yield create_app(FrontendContext(options, client, load_tokenizer(tiny_checkpoint), admission, keys, token))
-    client.stop()
+def frontend(make_context: Callable[..., FrontendContext]) -> FastAPI:
+    """The app of a frontend that needs a key, with all routes."""
+    return create_app(make_context([KEY], digest(TOKEN).hex(), megatron_http=True, body_timeout=BODY_SECONDS))
 
 
 @pytest.fixture
