@@ -33,8 +33,7 @@ HOOKS = (
     # As in the official image, whose Dockerfile deletes them.
     'find "$1" -name "*.pyc" -delete',
     # mmdebstrap copies these of this machine, with modes that depend on the umask.
-    'for each in hostname resolv.conf; do install --mode=644 /dev/null "$1/etc/$each"; done',
-    f'echo "deb http://deb.debian.org/debian {debian.SUITE} main" > "$1/etc/apt/sources.list"',
+    'for each in apt/sources.list hostname resolv.conf; do install --mode=644 /dev/null "$1/etc/$each"; done',
 )
 """What is changed in a base image, whose root is ``$1``."""
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
