@@ -60,9 +60,9 @@ The user commands use the cluster and namespace of the kubeconfig, or `--kubecon
 
 ```console
 $ kubectl megatron describe smollm2
-$ kubectl megatron suspend smollm2 --wait
 $ kubectl megatron chat smollm2 "What is the capital of France?"
 $ kubectl megatron logs smollm2 --follow --rank 0
+$ kubectl megatron suspend smollm2 --wait
 $ kubectl megatron doctor
 ```
 

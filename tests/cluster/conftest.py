@@ -12,7 +12,7 @@ for folder in (HERE, HERE.parents[1] / "tools"):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))  # for cluster_support; pytest's importlib mode does not add it
 
-from chart_support.fixtures import helm, release  # noqa: E402, F401
+from chart_support.fixtures import helm, installer, release  # noqa: E402, F401
 from cluster_support import binaries  # noqa: E402
 from cluster_support.cluster import Cluster  # noqa: E402
 from cluster_support.control_plane import ControlPlane  # noqa: E402
@@ -38,6 +38,7 @@ from operator_support.fixtures import (  # noqa: E402, F401
     machine,
     node,
     operator,
+    reader,
     ruled,
     shared_operator,
     stage,

@@ -1,5 +1,6 @@
 """Releases of the chart, with real Helm on a real API server."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -8,7 +9,14 @@ from chart_support.helm import CHART, NAMESPACE, REGISTRY, Object
 from chart_support.release import NAME, Release, older_chart
 from cluster_support.cluster import Cluster, wait_until
 from cluster_support.errors import CommandFailedError
-from operator_support.resource import manifest
+from operator_support.api import Api
+from operator_support.resource import Resource, manifest
+from operator_support.scripted_node import ScriptedNode
+from suite_support.console_runs import documented
+from suite_support.doc_blocks import doc_blocks
+from suite_support.doc_shell import DocShell, assert_table
+
+from megatron_operator.api.crd import crd
 
 DEFINITION = "megatroninferences.inference.megatron.dev"
 
@@ -54,13 +62,14 @@ def test_a_release_has_the_rights_that_its_operator_needs(
 
 
 def test_an_upgrade_from_the_version_before_brings_new_fields_and_keeps_the_resources(
-    release: Release, bare_control_plane: Cluster, namespace: str, tmp_path: Path
+    release: Release, installer: DocShell, bare_control_plane: Cluster, namespace: str, tmp_path: Path
 ) -> None:
+    upgrade, uninstall = documented("docs/install.md", "helm upgrade megatron")
     release.install(chart=older_chart(release.helm, tmp_path, "0.0.9", "alpha"))
     uid = make(bare_control_plane, namespace)
     assert "alpha" not in resource(bare_control_plane, namespace)["spec"]["routing"]
     old_image = release.deployment()["spec"]["template"]["spec"]["containers"][0]["image"]
-    release.upgrade()
+    installer.run(upgrade.command)
     patch = ("--type=merge", "-p", '{"spec": {"routing": {"alpha": 0.75}}}')
     bare_control_plane.kubectl("patch", "mi", "chat", "-n", namespace, *patch)
     found = resource(bare_control_plane, namespace)
@@ -70,12 +79,17 @@ def test_an_upgrade_from_the_version_before_brings_new_fields_and_keeps_the_reso
     assert (old_image, image) == (f"{repository}:0.0.9", f"{repository}:0.1.0")
     with release.operator():
         until_served(bare_control_plane, namespace)
+    installer.run(uninstall.command)
+    assert not bare_control_plane.exists("deployment", "-n", NAMESPACE)
 
 
 def test_resources_and_their_definition_survive_the_release_and_are_adopted_by_its_successor(
-    release: Release, bare_control_plane: Cluster, namespace: str
+    release: Release, installer: DocShell, bare_control_plane: Cluster, namespace: str
 ) -> None:
-    release.install()
+    (install,) = documented("docs/examples.md", "kind create cluster")
+    removal = documented("docs/install.md", "kubectl delete megatroninferences")
+    installer.run(install.command)
+    bare_control_plane.until_served(crd())
     uid = make(bare_control_plane, namespace)
     assert DEFINITION in release.uninstall()
     assert resource(bare_control_plane, namespace)["metadata"]["uid"] == uid
@@ -84,6 +98,9 @@ def test_resources_and_their_definition_survive_the_release_and_are_adopted_by_i
     release.install()
     with release.operator():
         until_served(bare_control_plane, namespace)
+        removed = [installer.run(step.command) for step in removal]
+    assert 'megatroninference.inference.megatron.dev "chat" deleted' in removed[0]
+    assert not bare_control_plane.exists("crd", DEFINITION)
 
 
 def test_a_definition_that_was_applied_manually_is_adopted_on_request(
@@ -99,11 +116,16 @@ def test_a_definition_that_was_applied_manually_is_adopted_on_request(
 
 
 @pytest.mark.usefixtures("namespace")
-def test_helm_test_checks_that_the_operator_runs(release: Release) -> None:
-    release.install()
+def test_helm_test_checks_that_the_operator_runs(
+    release: Release, installer: DocShell, bare_control_plane: Cluster
+) -> None:
+    install, test = documented("docs/install.md", "helm install megatron")
+    assert documented("docs/install.md", "docker buildx build") == [install]
+    installer.run(install.command)
+    bare_control_plane.until_served(crd())
     with release.operator() as operator:
         url = operator.url
-        assert "Phase:          Succeeded" in release.test(url)
+        assert "Phase:          Succeeded" in release.test(url, lambda: installer.run(test.command))
     with pytest.raises(CommandFailedError, match=r"Phase: +Failed"):
         release.test(url)
 
@@ -152,3 +174,47 @@ def test_a_release_without_rules_leaves_their_check_to_the_operator(
     with release.operator():
         path = f"/apis/inference.megatron.dev/v1alpha1/namespaces/{namespace}/megatroninferences/chat"
         wait_until(lambda: "ranksPerPod" in str((bare_control_plane.read(path) or {}).get("status")), "the refusal")
+
+
+@pytest.mark.usefixtures("release")
+async def test_the_readme_installs_and_serves_a_model(
+    installer: DocShell, bare_control_plane: Cluster, tmp_path: Path
+) -> None:
+    install, apply, get, patch, scale = documented("README.md", "helm install megatron")
+    _, operator = documented("docs/command-line.md", "megatron-operator local")
+    (resource,) = (block.text for block in doc_blocks("yaml") if block.page == "README.md")
+    installer.write("my-model.yaml", resource)
+    model = Resource(bare_control_plane, "default", "smollm2")
+    await asyncio.to_thread(installer.run, install.command)
+    await asyncio.to_thread(bare_control_plane.until_served, crd())
+    await asyncio.to_thread(installer.run, apply.command)
+    with installer.running(operator.command, tmp_path / "operator.log"):
+        async with Api(bare_control_plane.kubeconfig) as api, ScriptedNode(api, "default"):
+            await model.until(lambda status: status.get("ready") == "2/2", "both groups")
+            assert_table(get.output, await asyncio.to_thread(installer.run, get.command))
+            await asyncio.to_thread(installer.run, patch.command)
+            await model.until_phase("Suspended")
+            await asyncio.to_thread(installer.run, scale.command)
+            await model.until_pods(*(f"smollm2-{group}-0-0" for group in range(3)))
+            await model.kubectl("delete", "mi", "smollm2", "--timeout=50s")
+            await model.until_gone("pods")
+
+
+@pytest.mark.usefixtures("release")
+def test_kubectl_installs_the_manifests_and_removes_the_activator(
+    installer: DocShell, bare_control_plane: Cluster
+) -> None:
+    (apply,) = documented("docs/install.md", "kubectl apply -k manifests")
+    removal = documented("docs/install.md", "kubectl delete deployment")
+    (overlay,) = (block.text for block in doc_blocks("yaml") if "components: [../manifests/activator]" in block.text)
+    installer.write("overlay/kustomization.yaml", overlay)
+    flag = "--validate=false"  # as the page says for cores before 1.25
+    installer.run(f"{apply.command} {flag}")
+    assert bare_control_plane.exists("deployment", "megatron-operator", "-n", NAMESPACE)
+    installer.run(f"kubectl apply -k overlay {flag}")
+    installer.run(f"{apply.command} {flag}")
+    removed = [line for step in removal for line in installer.run(step.command).splitlines()]
+    assert len(removed) == 7
+    assert all(' "megatron-activator" deleted' in line for line in removed)
+    for kind in ("deployment", "clusterrole", "clusterrolebinding"):
+        bare_control_plane.kubectl("delete", kind, "megatron-operator", "-n", NAMESPACE)

@@ -1,29 +1,14 @@
 """`chat` through a real API server's proxy, with a simulated endpoint."""
 
-import ipaddress
-import socket
 from collections.abc import AsyncIterator
 
 import pytest
 from cluster_support.control_plane import ControlPlane
 from operator_support.api import Api
-from operator_support.chat_endpoint import ChatEndpoint
+from operator_support.chat_endpoint import ChatEndpoint, own_address
 from operator_support.command_line import CommandLine
 from operator_support.resource import Resource
 from operator_support.scripted_node import ScriptedNode
-
-
-def own_address() -> str:
-    """An address of this machine other than loopback, which an API server's proxy refuses. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            pytest.skip("this machine has loopback addresses only, to which no API server's proxy goes")
-        address = str(probe.getsockname()[0])
-    if ipaddress.ip_address(address).is_loopback:
-        pytest.skip("this machine has loopback addresses only, to which no API server's proxy goes")
-    return address
 
 
 @pytest.fixture

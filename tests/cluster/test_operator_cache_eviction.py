@@ -10,6 +10,8 @@ from operator_support.operator_process import OperatorProcess, in_the_place_of
 from operator_support.process_node import ProcessNode
 from operator_support.resource import Json, Resource
 from operator_support.scripted_node import ScriptedNode
+from suite_support.console_runs import documented
+from suite_support.doc_shell import DocShell, assert_table
 from suite_support.loopback_hub import LoopbackHub
 
 from megatron_operator.settings import CACHE_RETENTION_VARIABLE
@@ -78,7 +80,7 @@ async def until_running(chat: Resource, stage: ScriptedNode, but: Collection[str
 
 
 async def test_the_model_of_a_deleted_resource_is_evicted_also_if_no_operator_ran_meanwhile(
-    chat: Resource, stage: ScriptedNode, forgetful: OperatorProcess
+    chat: Resource, stage: ScriptedNode, forgetful: OperatorProcess, reader: DocShell
 ) -> None:
     await chat.create(model={"source": HUB, "cache": {"claimName": "models"}})
     await until_running(chat, stage)
@@ -89,6 +91,8 @@ async def test_the_model_of_a_deleted_resource_is_evicted_also_if_no_operator_ra
     forgetful.start()
     (eviction,) = await pods_of(chat, "evict")
     assert await jobs(chat) == [EVICTED, RECORDED]
+    (get,) = documented("docs/operations.md", "kubectl get jobs")
+    assert_table(get.output, await asyncio.to_thread(reader.run, get.command))
     (volume,) = [each for each in eviction["spec"]["volumes"] if each["name"] == "model-cache"]
     assert volume["persistentVolumeClaim"]["claimName"] == "models"
     await stage.end_download(eviction, 0, {})

@@ -1,10 +1,13 @@
 """The keys that the pods of a resource share with the operator."""
 
+import asyncio
 import json
 
 import pytest
 from operator_support.resource import Json, Resource, condition
 from operator_support.scripted_node import ScriptedNode
+from suite_support.console_runs import documented
+from suite_support.doc_shell import DocShell
 
 
 async def keys(chat: Resource) -> dict[str, str]:
@@ -13,12 +16,14 @@ async def keys(chat: Resource) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("operator")
-async def test_a_deleted_secret_is_replaced_with_new_keys_and_new_pods(chat: Resource, node: ScriptedNode) -> None:
+async def test_a_deleted_secret_is_replaced_with_new_keys_and_new_pods(
+    chat: Resource, node: ScriptedNode, reader: DocShell
+) -> None:
     await chat.create(replicas=2)
     await chat.until_phase("Running")
     before = await keys(chat)
-    await chat.kubectl("delete", "secret", "chat-keys")
-    await chat.kubectl("annotate", "mi", "chat", "tests/keys=removed")  # Secrets are not watched.
+    for step in documented("docs/security.md", "kubectl delete secret chat-keys"):
+        await asyncio.to_thread(reader.run, step.command)
     await chat.until_pods("chat-0-1-0", "chat-1-1-0")
     status = await chat.until(lambda status: status.get("ready") == "2/2", "both groups")
     after = await keys(chat)

@@ -12,6 +12,8 @@ from operator_support.fixtures import ACCOUNT, SYSTEM
 from operator_support.operator_process import OperatorProcess
 from operator_support.resource import Resource
 from operator_support.scripted_node import ScriptedNode
+from suite_support.console_runs import documented
+from suite_support.doc_shell import DocShell
 
 LEASE = "megatron-operator"
 LEADING = "megatron_operator_leading"
@@ -83,7 +85,9 @@ async def attempts(chat: Resource, count: int) -> int:
 
 
 @pytest.mark.usefixtures("node")
-async def test_one_of_two_operators_acts_and_the_other_does_nothing(chat: Resource, operators: TwoOperators) -> None:
+async def test_one_of_two_operators_acts_and_the_other_does_nothing(
+    chat: Resource, operators: TwoOperators, reader: DocShell
+) -> None:
     await chat.create(replicas=2)
     await chat.until(lambda status: status.get("ready") == "2/2", "both groups")
     assert await attempts(chat, 2) == 2
@@ -93,6 +97,9 @@ async def test_one_of_two_operators_acts_and_the_other_does_nothing(chat: Resour
     spec = await operators.spec()
     assert (spec["leaseDurationSeconds"], spec.get("leaseTransitions", 0)) == (3, 0)
     assert {"holderIdentity", "acquireTime", "renewTime"} < spec.keys()
+    (get,) = documented("docs/install.md", "kubectl get leases")
+    printed = await asyncio.to_thread(reader.run, get.command)
+    assert f"{LEASE} {spec['holderIdentity']}" in " ".join(printed.split())
 
 
 async def test_another_operator_takes_over_from_one_that_was_killed(

@@ -1,9 +1,11 @@
 """Scale to zero: an idle model has no pods until a request reaches an activator, and no request is lost meanwhile."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from functools import reduce
 from pathlib import Path
 
 import httpx
@@ -21,6 +23,8 @@ from operator_support.process_node import ProcessNode
 from operator_support.resource import Resource, reason
 from operator_support.scripted_node import ScriptedNode
 from runtime_support.adapters import write_adapter
+from suite_support.console_runs import documented
+from suite_support.doc_shell import DocShell
 from transformers import AutoModelForCausalLM
 
 from megatron_operator.activator.limits import Limits
@@ -34,6 +38,7 @@ RIGHTS = {
     Right("inference.megatron.dev", "megatroninferences/status", "patch"),
     Right("", "secrets", "get"),
 }
+SERVICE = "http://megatron-megatron-inference-activator.megatron-system.svc:8080"
 KEYS = {"apiKeysSecret": {"name": "users"}}
 KEY = {"Authorization": "Bearer first"}
 
@@ -165,15 +170,17 @@ async def test_a_streamed_request_starts_the_real_runtime(
 
 
 @pytest.mark.timeout(300)
-async def test_a_request_for_an_adapter_starts_the_real_runtime(
-    chat: Resource, api: Api, model: Model, tiny_checkpoint: Path, tmp_path: Path
+async def test_a_request_for_an_adapter_and_that_of_the_docs_start_the_real_runtime(
+    chat: Resource, api: Api, model: Model, tiny_checkpoint: Path, tmp_path: Path, reader: DocShell
 ) -> None:
+    (ask,) = documented("docs/http-api.md", "curl http://megatron-megatron-inference-activator")
     base = AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
     write_adapter(tmp_path / "models" / "sql", base)
     (tmp_path / "models" / "tiny").symlink_to(tiny_checkpoint)
     adapters = [{"name": "sql", "path": "/models/sql"}]
     async with ProcessNode(api, chat.namespace, tmp_path / "pods", tmp_path / "models") as machine:
-        await chat.create(model={"source": {"path": "/models/tiny"}}, autoSuspend=IDLE, adapters=adapters)
+        short = {"source": {"path": "/models/tiny"}, "maxSequenceLength": 64}
+        await chat.create(model=short, autoSuspend=IDLE, adapters=adapters)
         await chat.until(lambda status: reason(status) == "IdleStopped", "the stop", within=120)
         model.url = f"http://{await machine.service_address('chat')}:8000"
         body = {"prompt": "water", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -183,6 +190,9 @@ async def test_a_request_for_an_adapter_starts_the_real_runtime(
             assert answer.status_code == 200, answer.text
             answers[name] = answer.json()["choices"][0]["token_ids"]
         assert answers["sql"] != answers["chat"]
+        of_docs = {f"{SERVICE}/models/": str(endpoint.join(f"/{chat.namespace}/")), '"smollm2"': '"chat"'}
+        command = reduce(lambda text, words: text.replace(*words), of_docs.items(), ask.command)
+        assert json.loads(await asyncio.to_thread(reader.run, command))["choices"][0]["message"]["role"] == "assistant"
         listed, own = [
             (await model.clients[0].get(url)).json()["data"]
             for url in (endpoint.join("models"), f"{model.url}/v1/models")

@@ -1,4 +1,4 @@
-"""The commands in the docs that publish a release, with a registry on this machine, and the installation from there."""
+"""The commands in the docs that publish a release or a model, with a registry on this machine."""
 
 import hashlib
 import io
@@ -19,18 +19,28 @@ from cluster_support.errors import ClusterSupportError
 from cluster_support.processes import GuardedProcess
 from cluster_support.progress import say_at_once
 from image_archives import normalize_archive
-from node_support.tools import NodeTools, find_or_fetch_registry
+from node_support.requirements import why_no_namespaces
+from node_support.tools import NodeTools, find_or_fetch, find_or_fetch_registry
 from release import write_checksums
 from release_archives import package_chart
 from release_images import IMAGES, REGISTRY
-from suite_support.doc_blocks import ROOT, doc_blocks
+from suite_support.console_runs import documented
+from suite_support.doc_blocks import ROOT
+from suite_support.doc_shell import DocShell
 from suite_support.worker import free_port
 
 VERSION: str = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 DATE = 1_700_000_000
 IN_DOCS = "registry.example.com"
-NOT_RUN = ("make", "cp", "diff", "twine")
-"""Programs of the other commands: those that build and compare, and twine, which is not installed."""
+DOCKER = """#!/bin/sh
+export LD_LIBRARY_PATH={libraries} HOME={folder} TMPDIR={folder} XDG_RUNTIME_DIR={folder} CONTAINERS_CONF=/dev/null
+export CONTAINERS_REGISTRIES_CONF={folder}/registries.conf
+verb=$1
+shift
+[ $verb = push ] && set -- --tls-verify=false "$@"
+exec {buildah} --storage-driver=vfs --root={folder}/root --runroot={folder}/run $verb --signature-policy={policy} "$@"
+"""
+"""buildah, whose `build` and `push` take the flags of Docker's."""
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +108,9 @@ def write_image(path: Path, name: str) -> dict[str, Any]:
 
 def commands(registry: str) -> list[list[str]]:
     """Those of the page on releases, with this registry."""
-    blocks = [block for block in doc_blocks("console") if block.page == "docs/releasing.md"]
-    every = [words for block in blocks for words in block.commands if words[0] not in NOT_RUN]
-    return [[word.replace(IN_DOCS, registry) for word in words] for words in every]
+    publication = documented("docs/releasing.md", "sha256sum --check")
+    installation = documented("docs/releasing.md", "helm install megatron oci://")
+    return [[word.replace(IN_DOCS, registry) for word in step.words] for step in (*publication, *installation)]
 
 
 def run(words: Sequence[str], folder: Path, tools: NodeTools, helm: Helm) -> str:
@@ -139,3 +149,36 @@ def test_what_is_published_by_the_commands_of_the_docs_can_be_installed(
         assert json.loads(run(inspect, tmp_path, tools, helm)) == config
     same = helm("template", "megatron", CHART, "--namespace", "megatron-system", f"--set=registry={path}")
     assert run(installation, tmp_path, tools, helm) == same
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> DocShell:
+    """A reader of the docs with buildah for Docker."""
+    if missing := why_no_namespaces():
+        pytest.skip(missing)
+    try:
+        tools = find_or_fetch(os.environ, say_at_once)
+    except ClusterSupportError as error:
+        pytest.skip(f"there is no buildah here: {error}")
+    docker, folder = tmp_path / "docker", tmp_path / "images"
+    folder.mkdir()
+    (folder / "registries.conf").write_text("unqualified-search-registries = []\n")
+    libraries, policy = tools.environment["LD_LIBRARY_PATH"], tools.signature_policy
+    buildah = tools.program("buildah")
+    docker.write_text(DOCKER.format(libraries=libraries, folder=folder, buildah=buildah, policy=policy))
+    docker.chmod(0o755)
+    return DocShell(tmp_path / "reader", {"docker": docker})
+
+
+def test_a_model_is_published_as_an_image_by_the_commands_of_the_docs(
+    registry: str, tools: NodeTools, helm: Helm, reader: DocShell, tmp_path: Path
+) -> None:
+    reader.write("chat-checkpoint/config.json", "{}")
+    for step in documented("docs/examples.md", "printf"):
+        reader.run(step.command.replace(IN_DOCS, registry))
+    image = tmp_path / "image"
+    published = f"docker://{registry}/models/chat:1"
+    run(["skopeo", "copy", "--src-tls-verify=false", published, f"dir:{image}"], tmp_path, tools, helm)
+    (layer,) = json.loads((image / "manifest.json").read_text())["layers"]
+    with tarfile.open(image / layer["digest"].removeprefix("sha256:")) as files:
+        assert files.getnames() == ["config.json"]

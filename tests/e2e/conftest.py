@@ -9,13 +9,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
 import yaml
+from suite_support.console_runs import documented
+from suite_support.doc_shell import DocShell
 
 from megatron_operator.local.processes import Process, descendants, is_alive
 
@@ -35,20 +37,19 @@ def until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_SEC
 class LocalCommand:
     """The command with its own resource file. ``resource`` is the content of the file."""
 
-    def __init__(self, folder: Path, models: Path | None, resource: dict[str, Any]) -> None:
-        self.file = folder / "resource.yaml"
+    def __init__(self, file: Path, resource: dict[str, Any], command: Sequence[str | Path], **environment: str) -> None:
+        self.file = file
         self.resource = resource
         self.write()
         self.lines: list[str] = []
         self.seen: set[Process] = set()
         self._looked = 0.0
-        command = [sys.executable, "-m", "megatron_operator.cli", "local", "-f", str(self.file)]
         self.process = subprocess.Popen(
-            [*command, *(["--map-path", f"/models={models}"] if models else [])],
+            command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             start_new_session=True,  # the test sends signals
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -57,7 +58,10 @@ class LocalCommand:
     @classmethod
     def of_sample(cls, folder: Path, models: Path | None, **changes: Any) -> Self:
         """The command with the sample and these changes."""
-        return cls(folder, models, sample(**changes))
+        file = folder / "resource.yaml"
+        command = [sys.executable, "-m", "megatron_operator.cli", "local", "-f", file]
+        command += ["--map-path", f"/models={models}"] if models else []
+        return cls(file, sample(**changes), command, TMPDIR=str(folder))
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -171,8 +175,18 @@ def start_tiny(start_local: LocalStarter, tiny_checkpoint: Path) -> LocalStarter
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[LocalCommand]:
-    """The sample with both replica groups, shared by the tests of a module; each restores it."""
-    command = LocalCommand.of_sample(tmp_path_factory.mktemp("served"), smollm2_path.parent)
+    """The sample with both replica groups, shared by the tests of a module; each restores it.
+
+    The command is that of the docs, in a checkout whose sample can be edited.
+    """
+    folder = tmp_path_factory.mktemp("served")
+    local, _ = documented("docs/command-line.md", "megatron-operator local")
+    reader = DocShell(folder, HOME=str(folder), TMPDIR=str(folder))
+    cache = folder / ".cache/megatron-inference"
+    cache.mkdir(parents=True)
+    (cache / "models").symlink_to(smollm2_path.parent)
+    file = reader.own("manifests") / "samples" / SAMPLE.name
+    command = LocalCommand(file, sample(), reader.words(local.command), **reader.environment)
     try:
         command.wait_for("ready replicas: 2/2")
         yield command

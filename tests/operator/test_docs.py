@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from suite_support import yaml_documents
+from suite_support.console_runs import NOT_RUN, RUN, block_of
 from suite_support.doc_blocks import PAGES, ROOT, doc_blocks, output_after
 from suite_support.kubernetes_schemas import check
 
@@ -69,7 +71,7 @@ OTHER_KINDS = {
 UNCHECKED_LANGUAGES = {"mermaid": "a diagram", "": "the map of the source tree, which tests/test_layout.py compares"}
 CHECKED_LANGUAGES = {
     "yaml": "below",
-    "console": "tests/e2e/test_docs_commands.py",
+    "console": "suite_support/console_runs.py has the test of each; tests/e2e/test_docs_commands.py parses all",
     "bash": "tests/e2e/test_docs_commands.py; as scripts tests/runtime/server/clients/test_docs_examples.py, and on a "
     "node tests/cluster/test_node_serving.py",
     "javascript": "tests/runtime/server/clients/test_docs_examples.py",
@@ -96,6 +98,29 @@ def test_every_code_block_has_a_test() -> None:
     assert [block.text for block in doc_blocks("text")] == [text for text in followed if text is not None]
     told = {obj["kind"] for obj in manifests_told() if not is_built_in(obj)}
     assert told == {KIND, *OTHER_KINDS}
+
+
+def test_the_test_of_every_console_block_is_listed_or_why_it_has_none() -> None:
+    assert not RUN.keys() & NOT_RUN.keys()
+    listed = [str(block_of(name)) for name in (*RUN, *NOT_RUN)]
+    assert sorted(listed) == sorted(str(block) for block in doc_blocks("console"))
+    for name, run in RUN.items():
+        assert run.but.keys() < {step.words[0] for step in block_of(name).steps}
+
+
+def names_taken(function: str) -> set[tuple[str, ...]]:
+    """The blocks that a function, given as `file::name`, takes from the list."""
+    file, _, name = function.partition("::")
+    nodes = ast.walk(ast.parse((ROOT / file).read_text()))
+    functions = (each for each in nodes if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
+    (found,) = (each for each in functions if each.name == name)
+    calls = [each for each in ast.walk(found) if isinstance(each, ast.Call) and ast.unparse(each.func) == "documented"]
+    return {tuple(ast.literal_eval(word) for word in call.args) for call in calls}
+
+
+@pytest.mark.parametrize("name", RUN, ids=" ".join)
+def test_the_tests_that_are_listed_for_a_block_take_it(name: tuple[str, str]) -> None:
+    assert [function for function in RUN[name].functions if name not in names_taken(function)] == []
 
 
 def test_the_overlay_has_the_images_of_the_registry(tmp_path: Path) -> None:

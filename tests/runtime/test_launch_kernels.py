@@ -8,9 +8,12 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from suite_support.console_runs import documented
+from suite_support.doc_shell import DocShell
 
 from megatron_runtime.launch.kernels import KERNELS_VARIABLE, kernel_cache
 from megatron_runtime.model.kernels.compile_kernels import CACHE_VARIABLE
@@ -24,17 +27,17 @@ def files_below(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def compiled_once(kernels_folder: Path) -> Path:
-    """What COMPILE makes of these sources: of an earlier run, where there was one, since it takes half a minute."""
+def folder_of_kernels(kernels_folder: Path, sizes: Sequence[str]) -> Path:
+    """The folder for what COMPILE makes of these sources. It stays, since to compile them takes half a minute."""
     sources = [*(PACKAGE / "model/kernels").glob("*.py"), PACKAGE / "model/formats/coded_rows.py"]
-    made_of = repr((SIZES, sys.version, [each.read_text() for each in sorted(sources)]))
-    folder = kernels_folder / f"shipped_{hashlib.sha256(made_of.encode()).hexdigest()[:32]}"
-    subprocess.run([sys.executable, "-m", COMPILE, str(folder), *SIZES], check=True)
-    return folder
+    made_of = repr((sizes, sys.version, [each.read_text() for each in sorted(sources)]))
+    return kernels_folder / f"shipped_{hashlib.sha256(made_of.encode()).hexdigest()[:32]}"
 
 
 def test_precompiled_kernels_are_used(kernels_folder: Path, tmp_path: Path) -> None:
-    shipped = Path(shutil.copytree(compiled_once(kernels_folder), tmp_path / "shipped"))
+    compiled = folder_of_kernels(kernels_folder, SIZES)
+    subprocess.run([sys.executable, "-m", COMPILE, str(compiled), *SIZES], check=True)
+    shipped = Path(shutil.copytree(compiled, tmp_path / "shipped"))
     before = files_below(shipped)
     assert any("attend" in name for name in before)
     assert any("_product_kernel" in name for name in before)
@@ -47,6 +50,13 @@ def test_precompiled_kernels_are_used(kernels_folder: Path, tmp_path: Path) -> N
     assert not copy.exists()
     assert CACHE_VARIABLE not in environment
     assert files_below(shipped) == before
+
+
+def test_the_command_of_the_docs_compiles_the_kernels(kernels_folder: Path, tmp_path: Path) -> None:
+    (step,) = documented("docs/operations.md", "python3 -m megatron_runtime")
+    folder = folder_of_kernels(kernels_folder, step.words)
+    DocShell(tmp_path / "reader").run(step.command.replace("FOLDER", str(folder)))
+    assert any("_product_kernel" in name for name in files_below(folder))
 
 
 def test_a_cache_folder_of_the_environment_is_not_replaced(tmp_path: Path) -> None:

@@ -12,7 +12,21 @@ ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 ASSIGNED_OUTPUT = re.compile(r"^[A-Z_]+=\$\((.*)\)$")
+COMMENT = re.compile(r"\s+# .*$")
 ASSIGNMENT = re.compile(r"^[A-Z_]+=")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command of a `console` block without its comment, and the output that the block shows below it."""
+
+    command: str
+    output: str
+
+    @property
+    def words(self) -> list[str]:
+        """The words of the command, as bash reads them but without expansions."""
+        return shlex.split(self.command.replace("\\\n", " "))
 
 
 @dataclass(frozen=True)
@@ -38,6 +52,18 @@ class DocBlock:
         if self.language == "console":
             lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
         return [command for line in lines for command in _commands(line)]
+
+    @property
+    def steps(self) -> list[Step]:
+        """The commands of a `console` block with their outputs."""
+        parts = re.split(r"^\$ ", self.text, flags=re.M)[1:]
+        ends = [len(re.match(r"(?:.*\\\n)*.*", part)[0]) for part in parts]  # type: ignore[index]
+        return [Step(COMMENT.sub("", part[:end]), part[end + 1 :]) for part, end in zip(parts, ends, strict=True)]
+
+    @property
+    def begin(self) -> str:
+        """The first line of its first command, without a comment, and without the backslash at its end."""
+        return self.steps[0].command.partition("\n")[0].removesuffix("\\").rstrip()
 
 
 def _commands(line: str) -> list[list[str]]:

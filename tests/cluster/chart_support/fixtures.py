@@ -10,6 +10,8 @@ from chart_support.release import Release
 from cluster_support.control_plane import ControlPlane
 from cluster_support.helm import find_helm
 from cluster_support.progress import say_at_once
+from cluster_support.reader import reader_of
+from suite_support.doc_shell import DocShell
 
 from megatron_operator.api.v1alpha1 import GROUP, PLURAL
 
@@ -29,3 +31,9 @@ def release(helm: Helm, bare_control_plane: ControlPlane, tmp_path: Path) -> Ite
     yield Release(ours, bare_control_plane, tmp_path)
     ours("uninstall", "megatron", "--namespace", NAMESPACE, "--ignore-not-found")
     bare_control_plane.kubectl("delete", "crd", f"{PLURAL}.{GROUP}", "--ignore-not-found")
+
+
+@pytest.fixture
+def installer(release: Release, bare_control_plane: ControlPlane, tmp_path: Path) -> DocShell:
+    """A reader of the docs who installs the release, with the namespace `default`."""
+    return reader_of(bare_control_plane, tmp_path / "reader", "default", release.helm.program)

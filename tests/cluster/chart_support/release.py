@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -63,12 +63,15 @@ class Release:
         finally:
             process.stop()
 
-    def test(self, url: str) -> str:
-        """``helm test``, with the Service at ``url``. Raises CommandFailedError when the test fails."""
+    def test(self, url: str, helm_test: Callable[[], str] | None = None) -> str:
+        """``helm test``, or another command that does it, with the Service at ``url``.
+
+        Raises CommandFailedError, or the error of the command, when the test fails.
+        """
         node = threading.Thread(target=self._run_test_pod, args=(url,))
         node.start()
         try:
-            return self.helm("test", RELEASE, "--namespace", NAMESPACE, "--timeout=60s")
+            return helm_test() if helm_test else self.helm("test", RELEASE, "--namespace", NAMESPACE, "--timeout=60s")
         finally:
             node.join()
 

@@ -1,13 +1,29 @@
 """An OpenAI endpoint without a model: it echoes the input, word by word."""
 
 import asyncio
+import ipaddress
 import json
+import socket
 from typing import Any, Self
 
+import pytest
 from aiohttp import web
 
 FLUSH_SECONDS = 0.2
 """Time after which an API server's proxy passes on what it has."""
+
+
+def own_address() -> str:
+    """An address of this machine other than loopback, which an API server's proxy refuses. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this machine has loopback addresses only, to which no API server's proxy goes")
+        address = str(probe.getsockname()[0])
+    if ipaddress.ip_address(address).is_loopback:
+        pytest.skip("this machine has loopback addresses only, to which no API server's proxy goes")
+    return address
 
 
 class ChatEndpoint:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from cluster_support.cluster import Cluster
 from cluster_support.control_plane import ControlPlane
+from cluster_support.reader import reader_of
 from operator_support.api import Api
 from operator_support.command_line import CommandLine
 from operator_support.operator_process import OperatorProcess, in_the_place_of
@@ -13,6 +14,7 @@ from operator_support.process_node import ProcessNode
 from operator_support.resource import Resource
 from operator_support.scripted_node import ScriptedNode
 from suite_support import yaml_documents
+from suite_support.doc_shell import DocShell
 
 from megatron_operator.settings import ACTIVATOR_VARIABLE
 
@@ -126,3 +128,9 @@ async def machine(
 def command_line(installed: Cluster, namespace: str) -> CommandLine:
     """Commands with the permissions of the administrator."""
     return CommandLine(installed.kubeconfig, namespace)
+
+
+@pytest.fixture
+def reader(installed: Cluster, namespace: str, tmp_path: Path) -> DocShell:
+    """A reader of the docs, in the namespace of the test."""
+    return reader_of(installed, tmp_path / "reader", namespace)

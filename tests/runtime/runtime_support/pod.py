@@ -21,6 +21,7 @@ from runtime_support.processes import children_of, is_alive
 from suite_support.worker import free_host
 
 PORTS = (8000, 9000, 9001, 5557, 29500)
+PROGRAM = ("-m", "megatron_runtime.cli")
 TOKEN = "control-token-of-the-tests"
 KEY = "coordinator-key-of-the-tests-0123456789"
 MODEL = "chat"
@@ -37,9 +38,11 @@ def _client(**options: Any) -> httpx.Client:
 
 
 class Pod:
-    """One launcher process, with clients of its endpoints."""
+    """One launcher process, with clients of its endpoints. ``program`` are the words before the flags."""
 
-    def __init__(self, folder: Path, *flags: str, **environment: str) -> None:
+    def __init__(
+        self, folder: Path, *flags: str, program: Sequence[str] = (sys.executable, *PROGRAM), **environment: str
+    ) -> None:
         self.host = environment.get("MEGATRON_BIND_HOST") or free_host(PORTS)
         self.key = KEY
         self.termination_log = folder / "termination.json"
@@ -53,16 +56,7 @@ class Pod:
         }
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "megatron_runtime.cli",
-                    "--served-name",
-                    MODEL,
-                    "--threads-per-rank",
-                    "1",
-                    *flags,
-                ],
+                [*program, "--served-name", MODEL, "--threads-per-rank", "1", *flags],
                 env={**os.environ, **identity, **environment},
                 stdout=log,
                 stderr=log,

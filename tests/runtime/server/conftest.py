@@ -30,10 +30,10 @@ def start_pod(tmp_path: Path) -> Iterator[StartPod]:
     """Starts launchers that end with the test."""
     pods: list[Pod] = []
 
-    def start(*flags: str, **environment: str) -> Pod:
+    def start(*flags: str, **options: Any) -> Pod:
         folder = tmp_path / str(len(pods))
         folder.mkdir()
-        pods.append(Pod(folder, *flags, **environment))
+        pods.append(Pod(folder, *flags, **options))
         return pods[-1]
 
     yield start

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from suite_support.console_runs import documented
+from suite_support.doc_shell import DocShell
 
 FLAGS = ("--dtype", "float32", "--kv-cache-memory", "32Mi", "--frontend-replicas", "1")
 GENERATED = 48
@@ -36,10 +38,14 @@ def count(pod: Any, metric: str) -> float:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_answers_are_those_without_a_draft_model_and_drafts_are_counted(
-    tiny_pod: Any, start_pod: Callable[..., Any], tiny_checkpoint: Path, ranks: int
+    tiny_pod: Any, start_pod: Callable[..., Any], tiny_checkpoint: Path, tmp_path: Path, ranks: int
 ) -> None:
-    draft = ("--num-speculative-tokens", "4", "--speculative-draft-model", str(tiny_checkpoint))
-    pod = start_pod("--model", str(tiny_checkpoint), *FLAGS, *draft, "--tensor-parallel", str(ranks)).wait_ready()
+    (serve,) = documented("docs/sampling.md", "megatron-serve")
+    reader = DocShell(tmp_path / "reader")
+    for name in ("SmolLM2-1.7B-Instruct", "SmolLM2-135M-Instruct"):
+        (reader.checkout / name).symlink_to(tiny_checkpoint)
+    flags = (*FLAGS, "--tensor-parallel", str(ranks))
+    pod = start_pod(*flags, program=reader.words(serve.command), PATH=reader.environment["PATH"]).wait_ready()
     given = answers(pod)
     assert given == answers(tiny_pod)
     assert {len(tokens) for tokens in given} == {GENERATED}
