@@ -181,10 +181,8 @@ def served(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iter
     """
     folder = tmp_path_factory.mktemp("served")
     local, _ = documented("docs/command-line.md", "megatron-operator local")
-    reader = DocShell(folder, HOME=str(folder), TMPDIR=str(folder))
-    cache = folder / ".cache/megatron-inference"
-    cache.mkdir(parents=True)
-    (cache / "models").symlink_to(smollm2_path.parent)
+    reader = DocShell(folder, TMPDIR=str(folder))
+    reader.keep_models(smollm2_path.parent)
     file = reader.own("manifests") / "samples" / SAMPLE.name
     command = LocalCommand(file, sample(), reader.words(local.command), **reader.environment)
     try:

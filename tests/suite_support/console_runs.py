@@ -30,7 +30,11 @@ RUN: dict[Name, Run] = {
     ("README.md", "helm install megatron"): Run((f"{INSTALLATION}::test_the_readme_installs_and_serves_a_model",)),
     ("README.md", "kubectl megatron describe"): Run((f"{OPERATOR_PAGES}::test_the_plugin_runs_as_in_the_docs",)),
     ("docs/command-line.md", "megatron-serve model fetch"): Run(
-        (f"{SERVERS}::test_the_sample_model_is_fetched_and_served", f"{SERVERS}::test_two_groups_of_four_ranks_answer")
+        (
+            f"{SERVERS}::test_the_sample_model_is_where_the_server_looks_for_it",
+            f"{SERVERS}::test_two_groups_of_four_ranks_answer",
+            "tests/runtime/server/conftest.py::shared_pod",
+        )
     ),
     ("docs/command-line.md", "kubectl megatron describe"): Run(
         (f"{OPERATOR_PAGES}::test_the_plugin_runs_as_in_the_docs",)

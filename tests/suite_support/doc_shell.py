@@ -32,8 +32,9 @@ class DocShell:
 
     def __init__(self, folder: Path, programs: Mapping[str, Path] | None = None, **environment: str) -> None:
         self.checkout = folder / "checkout"
+        self.home = folder / "home"
         first = folder / "bin"
-        for made in (self.checkout, first):
+        for made in (self.checkout, self.home, first):
             made.mkdir(parents=True)
         for entry in ROOT.iterdir():
             if not entry.name.startswith("."):
@@ -42,7 +43,19 @@ class DocShell:
             (first / name).symlink_to(program)
         path = [str(first), str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
         kept = {name: value for name, value in os.environ.items() if not name.startswith(OWN_VARIABLES)}
-        self.environment = {**kept, "PATH": os.pathsep.join(path), "NO_PROXY": "*", **environment}
+        self.environment = {
+            **kept,
+            "PATH": os.pathsep.join(path),
+            "HOME": str(self.home),
+            "NO_PROXY": "*",
+            **environment,
+        }
+
+    def keep_models(self, folder: Path) -> None:
+        """Makes the folder that of the models in the reader's cache folder."""
+        cache = self.home / ".cache/megatron-inference"
+        cache.mkdir(parents=True)
+        (cache / "models").symlink_to(folder)
 
     def write(self, name: str, text: str) -> None:
         """Writes a file of the reader into the checkout."""

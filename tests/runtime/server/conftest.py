@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 from runtime_support.pod import PORTS, Pod
+from suite_support.console_runs import documented
+from suite_support.doc_shell import DocShell
 from suite_support.worker import free_host
 
 from megatron_runtime.inference_client import InferenceClient
@@ -78,10 +80,17 @@ def pod_type() -> type[Pod]:
 
 @pytest.fixture(scope="session")
 def shared_pod(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pod]:
-    """One pod per worker with SmolLM2, for all tests that depend on the text; they must restore its state."""
-    # In bfloat16 several tokens sometimes have the same highest probability.
-    flags = ("--model", str(smollm2_path), "--dtype", "float32", "--kv-cache-memory", "512Mi")
-    pod = Pod(tmp_path_factory.mktemp("pod"), *flags)
+    """One pod per worker with SmolLM2, for all tests that depend on the text; they must restore its state.
+
+    The command is that of the docs, with further flags: in bfloat16 several tokens sometimes have the same highest
+    probability.
+    """
+    _, serve, _, _ = documented("docs/command-line.md", "megatron-serve model fetch")
+    reader = DocShell(tmp_path_factory.mktemp("reader"))
+    reader.keep_models(smollm2_path.parent)
+    flags = ("--dtype", "float32", "--kv-cache-memory", "512Mi")
+    places = {name: reader.environment[name] for name in ("HOME", "PATH")}
+    pod = Pod(tmp_path_factory.mktemp("pod"), *flags, program=reader.words(serve.command), **places)
     try:
         yield pod.wait_ready()
     finally:

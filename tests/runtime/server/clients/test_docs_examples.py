@@ -7,14 +7,14 @@ import io
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from client_support import node
-from suite_support.doc_blocks import ROOT, DocBlock, doc_blocks, output_after
+from suite_support.doc_blocks import DocBlock, doc_blocks, output_after
+from suite_support.doc_shell import DocShell
 
 pytestmark = pytest.mark.model
 
@@ -73,28 +73,20 @@ def scripts(*, quickstart: bool) -> list[DocBlock]:
     return [each for each in blocks if (START in each.text) is quickstart]
 
 
-def run(script: str) -> str:
-    """What the script prints; its background jobs have ended afterwards."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, "NO_PROXY": "*", "OMP_NUM_THREADS": "1"}
-    command = ["bash", "-euo", "pipefail", "-c", f"trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT\n{script}"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize("block", scripts(quickstart=False), ids=str)
-def test_a_script_runs(block: DocBlock, shared_pod: Any) -> None:
-    printed = run(for_the_pod(block, shared_pod))
+def test_a_script_runs(block: DocBlock, shared_pod: Any, tmp_path: Path) -> None:
+    printed = DocShell(tmp_path).run(for_the_pod(block, shared_pod))
     assert ('"score"' if "/v1/score" in block.text else '"choices"') in printed
 
 
-def test_the_quickstart_runs_as_pasted(new_host: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quickstart_runs_as_pasted(new_host: Callable[[], str], smollm2_path: Path, tmp_path: Path) -> None:
     (quickstart,) = scripts(quickstart=True)
     lines = [line for line in quickstart.text.splitlines() if re.sub(r"\s+#.*", "", line) not in STAND_INS]
     host = new_host()
-    monkeypatch.setenv("MEGATRON_BIND_HOST", host)
-    printed = run("\n".join(lines).replace(ADDRESS, f"http://{host}:8000"))
+    reader = DocShell(tmp_path, MEGATRON_BIND_HOST=host, OMP_NUM_THREADS="1")
+    reader.keep_models(smollm2_path.parent)
+    end = "trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT"
+    printed = reader.run("\n".join([end, *lines]).replace(ADDRESS, f"http://{host}:8000"))
     assert '"content": "The capital of France is Paris."' in printed
     assert "Water boils at 100" in printed
 
