@@ -66,7 +66,7 @@ async def test_the_plugin_runs_as_in_the_docs(chat: Resource, api: Api, reader: 
         await model.create()
         await model.until_phase("Running")
         await model.until_found("endpoints", "smollm2", lambda found: address in str(found.get("subsets")))
-        assert "smollm2 is Running" in await asyncio.to_thread(reader.run, describe.command)
+        assert f"{chat.namespace}/smollm2  Running" in await asyncio.to_thread(reader.run, describe.command)
         assert await asyncio.to_thread(reader.run, ask.command) == "You said: WhatisthecapitalofFrance?\n"
         await kubelet.write("smollm2-0-0-0", ("10:00:01", "launcher begins"), ("10:00:03", "[rank 0] a"))
         with reader.running(logs.command, log):

@@ -20,8 +20,8 @@ from openai import OpenAI
 from runtime_support.processes import children_of, is_alive
 from suite_support.worker import free_host
 
+PROGRAM = (sys.executable, "-m", "megatron_runtime.cli")
 PORTS = (8000, 9000, 9001, 5557, 29500)
-PROGRAM = ("-m", "megatron_runtime.cli")
 TOKEN = "control-token-of-the-tests"
 KEY = "coordinator-key-of-the-tests-0123456789"
 MODEL = "chat"
@@ -38,11 +38,9 @@ def _client(**options: Any) -> httpx.Client:
 
 
 class Pod:
-    """One launcher process, with clients of its endpoints. ``program`` are the words before the flags."""
+    """One launcher process, with clients of its endpoints. ``program`` has the words before the flags."""
 
-    def __init__(
-        self, folder: Path, *flags: str, program: Sequence[str] = (sys.executable, *PROGRAM), **environment: str
-    ) -> None:
+    def __init__(self, folder: Path, *flags: str, program: Sequence[str] = PROGRAM, **environment: str) -> None:
         self.host = environment.get("MEGATRON_BIND_HOST") or free_host(PORTS)
         self.key = KEY
         self.termination_log = folder / "termination.json"
