@@ -20,6 +20,8 @@ ROPE_THETA = 1e8
 """So large that half of the channels hardly depend on such distances."""
 PREVIOUS, MATCH, COPIED = 12.0, 4.0, 3.0
 """Strength of attention to the tokens before, and to equal tokens, and of what it copies."""
+CONFIDENCE = 2.0
+"""Of predictions: the factor of all logits. The served model is as sure of copies."""
 
 
 def write_copying_llama(folder: Path, embedding: Tensor, max_positions: int) -> None:
@@ -50,7 +52,10 @@ def write_copying_llama(folder: Path, embedding: Tensor, max_positions: int) -> 
         "torch_dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(fields))
-    tensors = {"model.embed_tokens.weight": tokens_as_channels(embedding), "model.norm.weight": torch.ones(HIDDEN)}
+    tensors = {
+        "model.embed_tokens.weight": tokens_as_channels(embedding),
+        "model.norm.weight": torch.full((HIDDEN,), CONFIDENCE),
+    }
     for number, attention in enumerate(induction_heads(torch.Generator().manual_seed(0))):
         layer = f"model.layers.{number}"
         tensors |= {

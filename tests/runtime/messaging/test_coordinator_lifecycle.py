@@ -268,6 +268,25 @@ async def test_a_drain_does_not_wait_for_the_clients_of_an_earlier_coordinator(f
     assert await leaving.drain(20)
 
 
+async def test_a_drain_between_a_registration_and_its_answer_is_reported(fleet: Fleet) -> None:
+    stuck = StuckEngine()
+    leaving = fleet.add_engine(stuck)
+    client = await fleet.connect()
+    await fleet.ready(client, 1)
+    answer = client.add_request("unfinished", PARAMS)
+    await until(stuck.has_unfinished_requests, "the start")
+    leaving._connection._register()
+    drained = asyncio.create_task(leaving.drain(20))
+    state = await client.service_state()
+    while not state.engines[0].draining:
+        known = state.revision
+        state = await client.wait_for_state_change(known, 5)
+        assert state.revision > known
+    stuck.let_go.set()
+    assert await drained
+    assert (await answer).generated_tokens == expected_tokens("unfinished", PARAMS)
+
+
 async def test_requests_unfinished_at_the_drain_timeout_continue_on_another_engine(fleet: Fleet) -> None:
     wanted = SamplingParams(num_tokens_to_generate=300, seed=1)
     leaving = fleet.add_engine(FakeEngine(step_seconds=0.01), group=0)

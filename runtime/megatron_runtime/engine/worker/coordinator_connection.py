@@ -147,6 +147,9 @@ class CoordinatorConnection:
             case Headers.REGISTER_ACK:
                 self._registering_since = None
                 self.registered.set()
+                _, is_draining, *_ = self._describe()
+                if is_draining:  # The registration may be older than the drain.
+                    self.report_draining()
             case Headers.REGISTER_REFUSED:
                 self._registering_since = None
                 self.registered.clear()
