@@ -100,7 +100,7 @@ RUN: dict[Name, Run] = {
         )
     ),
     ("docs/operations.md", "python3 -m megatron_runtime"): Run(
-        ("tests/runtime/test_launch_kernels.py::test_the_command_of_the_docs_compiles_the_kernels",)
+        ("tests/runtime/test_launch_kernels.py::test_the_command_of_the_docs_compiles_kernels",)
     ),
     ("docs/releasing.md", "sha256sum --check"): Run(
         ("tests/cluster/test_publishing.py::commands",), but={"twine": "uploads to PyPI"}
