@@ -1,12 +1,7 @@
-"""`doctor` on a real cluster, with and without an operator; and the plugin of the real kubectl."""
+"""`doctor` on a real cluster, with and without an operator."""
 
 import asyncio
-import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +12,6 @@ from operator_support.command_line import CommandLine
 from operator_support.fixtures import MANIFESTS, SYSTEM
 from operator_support.node import SimulatedNode, now
 from operator_support.resource import Resource, manifest
-from operator_support.scripted_node import ScriptedNode
 from suite_support import yaml_documents
 from suite_support.definition import without_rules
 
@@ -197,25 +191,3 @@ async def test_objects_without_permission_are_unknown_and_not_missing(installed:
     assert (done.code, done.err) == (0, "")
     assert lines_of(done.out, "operator")[0].startswith("unknown  operator        deployments.apps is forbidden")
     assert "no prerequisite is missing; " in done.out.splitlines()[-1]
-
-
-async def test_kubectl_finds_the_plugin_by_its_name(
-    chat: Resource, node: ScriptedNode, installed: Cluster, tmp_path: Path
-) -> None:
-    await chat.create()
-    await chat.until_phase("Running")
-    assert node.launchers
-    script = tmp_path / "kubectl-megatron"
-    script.write_text(f"#!{sys.executable}\nfrom megatron_operator.cli import plugin\nplugin()\n")
-    script.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "KUBECONFIG": str(installed.kubeconfig)}
-
-    async def kubectl(*words: str) -> str:
-        command = [str(installed.kubectl_path), "megatron", *words]
-        # In a thread, because the simulated pods answer the operator in this one.
-        run = partial(subprocess.run, command, env=environment, capture_output=True, text=True, check=True)
-        return str((await asyncio.to_thread(run)).stdout)
-
-    assert "Usage: kubectl megatron [OPTIONS] COMMAND" in await kubectl("--help")
-    assert "Usage: kubectl megatron pause [OPTIONS]" in await kubectl("pause", "--help")
-    assert f"kubectl megatron chat chat -n {chat.namespace}" in await kubectl("describe", "chat", "-n", chat.namespace)

@@ -66,7 +66,12 @@ async def test_the_plugin_runs_as_in_the_docs(chat: Resource, api: Api, reader: 
         await model.create()
         await model.until_phase("Running")
         await model.until_found("endpoints", "smollm2", lambda found: address in str(found.get("subsets")))
-        assert f"{chat.namespace}/smollm2  Running" in await asyncio.to_thread(reader.run, describe.command)
+        described = await asyncio.to_thread(reader.run, describe.command)
+        assert f"{chat.namespace}/smollm2  Running" in described
+        assert f"kubectl megatron chat smollm2 -n {chat.namespace}" in described
+        for verb, of in ((" pause", "[OPTIONS] "), ("", "[OPTIONS] COMMAND")):
+            usage = await asyncio.to_thread(reader.run, f"kubectl megatron{verb} --help")
+            assert f"Usage: kubectl megatron{verb} {of}" in usage
         assert await asyncio.to_thread(reader.run, ask.command) == "You said: WhatisthecapitalofFrance?\n"
         await kubelet.write("smollm2-0-0-0", ("10:00:01", "launcher begins"), ("10:00:03", "[rank 0] a"))
         with reader.running(logs.command, log):
