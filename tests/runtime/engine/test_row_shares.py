@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from megatron_runtime.engine.context_limits import ContextLimits
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engine.scheduling.draft_length import DraftLength
+from megatron_runtime.engine.scheduling.row_shares import LATELY_PASSES
 from megatron_runtime.engine.scheduling.schedule import Schedule
 from megatron_runtime.engine.scheduling.scheduler import Scheduler
 from megatron_runtime.engine.scheduling.sequence import Sequence
@@ -64,7 +65,42 @@ def test_passes_of_a_small_body_have_few_rows_beside_large_bodies(shared_rows: i
         assert max(counts) == most  # the prompt has five tokens
         assert most - 5 <= max(counts[1:]) <= most - 4  # a row is kept for the first one of the queue
     if shared_rows:
-        assert len(run_pass(scheduler)[0].slices) > 250  # without a small body all are in the pass again
+        rows = [len(run_pass(scheduler)[0].slices) for _ in range(LATELY_PASSES + 1)]
+        assert max(rows[:-1]) <= SHARED
+        assert rows[-1] > 250  # without a small body for a while, all are in the pass again
+
+
+def test_small_bodies_with_pauses_between_them_never_meet_a_pass_with_all_rows() -> None:
+    scheduler, client = attacked(SHARED)
+    for _ in range(5):
+        (small,) = client.send(1, length=4)
+        tokens_until_done(scheduler, small)
+        for _ in range(LATELY_PASSES - 4):
+            assert len(run_pass(scheduler)[0].slices) <= SHARED
+
+
+def test_large_bodies_that_arrive_between_small_ones_do_not_fill_a_pass() -> None:
+    scheduler = large_engine()
+    client = client_of(scheduler)
+    (small,) = client.send(1, length=4)
+    tokens_until_done(scheduler, small)
+    for _ in range(4):
+        client.send(128)
+    for _ in range(LATELY_PASSES - 4):
+        assert len(run_pass(scheduler)[0].slices) <= SHARED
+
+
+def test_a_tenant_with_few_answers_that_pauses_between_them_never_meets_a_pass_with_all_rows() -> None:
+    scheduler = large_engine()
+    many, few = client_of(scheduler), client_of(scheduler, "few")
+    for _ in range(600):
+        many.send(1, length=60)
+    run_pass(scheduler)
+    for _ in range(3):
+        (own,) = few.send(1, length=4)
+        tokens_until_done(scheduler, own)
+        for _ in range(LATELY_PASSES - 4):
+            assert len(run_pass(scheduler)[0].slices) <= SHARED
 
 
 def test_several_small_bodies_do_not_wait_for_each_other() -> None:
@@ -181,6 +217,8 @@ def test_a_large_body_has_no_drafts_beside_a_small_one() -> None:
     drafts = {part.sequence.answers: part.max_drafts for part in run_pass(scheduler)[0].slices}
     assert drafts == {40: 0, 1: 4}
     scheduler.remove(sequences[-1])
+    for _ in range(LATELY_PASSES):
+        run_pass(scheduler)
     assert {part.max_drafts for part in run_pass(scheduler)[0].slices} == {4}
 
 

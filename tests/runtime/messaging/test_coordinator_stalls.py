@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -43,6 +44,20 @@ class SlowAdmission(FakeEngine):
     ) -> None:
         time.sleep(self.admission_seconds)
         super().add_request(request_id, prompt, sampling_params, generated=generated)
+
+
+@dataclass
+class HeldFirstStep(SlowAdmission):
+    """Its first step ends with the event. ``admitted`` has the number of requests that each later step begins with."""
+
+    let_go: threading.Event = field(default_factory=threading.Event)
+    admitted: list[int] = field(default_factory=list)
+
+    def step_modern(self) -> dict[str, Any]:
+        if self.let_go.is_set():
+            self.admitted.append(len(self.added))
+        self.let_go.wait()
+        return super().step_modern()
 
 
 def prompts(count: int, size: int) -> list[str]:
@@ -85,6 +100,20 @@ async def test_running_requests_get_steps_while_others_are_admitted(fleet: Fleet
     assert not all(future.done() for future in others)
     await stream.aclose()
     await asyncio.gather(*others)
+
+
+async def test_a_step_does_not_wait_until_many_small_requests_are_admitted(fleet: Fleet) -> None:
+    engine = HeldFirstStep(admission_seconds=0.005)
+    loop = fleet.add_engine(engine)
+    client = await fleet.connect()
+    await fleet.ready(client, 1)
+    first = client.add_request("first", PARAMS)
+    await until(engine.has_unfinished_requests, "the first step")
+    others = [client.add_request(prompt, PARAMS) for prompt in prompts(200, 10)]
+    await until(lambda: len(loop._inbox._queue) == len(others), "the arrival of the others")
+    engine.let_go.set()
+    await asyncio.gather(first, *others)
+    assert engine.admitted[0] < 1 + len(others)
 
 
 STALL_SECONDS = repeated(3.5, 60.0)

@@ -8,10 +8,15 @@ from itertools import chain, islice, zip_longest
 
 from megatron_runtime.engine.scheduling.running_sequences import ALIKE, RunningSequences
 from megatron_runtime.engine.scheduling.sequence import Sequence
+from megatron_runtime.engine.scheduling.waiting_sequences import WaitingSequences
 
 _Bodies = dict[Hashable, list[Sequence]]
 _Urgency = tuple[bool, int, int]
 """Lower values first: the most urgent sequence, then those that waited longest, then those with the fewest tokens."""
+_Size = tuple[int, int]
+"""Priority, and answers of the body or running sequences of the tenant."""
+LATELY_PASSES = 16
+"""On two cores and with a small model about two seconds of passes with few rows."""
 
 
 @dataclass(frozen=True)
@@ -50,40 +55,89 @@ class RowShares:
 _ALL = RowShares()
 
 
-def row_shares(running: RunningSequences, head: Sequence | None, shared_rows: int | None) -> RowShares:
-    """The rows of the next pass.
+class RowSharing:
+    """Decides the rows of the passes of a scheduler.
 
     A function of the sequences and of the passes before, and so equal on all ranks. Only the smallest of the highest
-    priority limit the others. The most urgent sequence is never held, nor any other one forever: those that waited
-    longest go first.
-
-    Args:
-        running: The running sequences.
-        head: The first one of the queue; a row is kept for it.
-        shared_rows: A pass of so many rows takes little longer than one of a single row; None: so do all.
+    priority limit the others, also for ``LATELY_PASSES`` after they have ended: clients that ask one request after the
+    other would otherwise meet passes with all rows between their requests. The most urgent sequence is never held, nor
+    any other one forever: those that waited longest go first.
     """
-    if shared_rows is None or len(running) < shared_rows or running.are_alike(head):
-        return _ALL
-    tenants = _by_tenant_and_body(chain(running, () if head is None else (head,)))
-    urgent = running.first.priority if head is None else min(running.first.priority, head.priority)
-    most_answers = {tenant: _limit_of_bodies(bodies, urgent) for tenant, bodies in tenants.items()}
-    rows = {
-        tenant: sum(min(len(body), most_answers[tenant]) for body in bodies.values())
-        for tenant, bodies in tenants.items()
-    }
-    urgent_rows = (
-        rows[tenant] for tenant, bodies in tenants.items() if any(_is_urgent(body, urgent) for body in bodies.values())
-    )
-    largest = ALIKE * min(urgent_rows)
-    most = max(shared_rows, sum(min(each, largest) for each in rows.values()))
-    if len(running) + (head is not None) <= most:
-        return _ALL
-    return RowShares(
-        most,
-        _held(running, tenants, most),
-        frozenset(tenant for tenant, each in rows.items() if each > largest),
-        most_answers,
-    )
+
+    def __init__(self, running: RunningSequences, waiting: WaitingSequences) -> None:
+        self._running = running
+        self._waiting = waiting
+        self._passes = 0
+        self._smallest = _Smallest(lambda each: (each.priority, each.answers))
+        self._of_smallest_tenant = _Smallest(lambda each: (each.priority, max(running.count(each.tenant), 1)))
+
+    def next(self, shared_rows: int | None, *, admits: bool) -> RowShares:
+        """The rows of the next pass.
+
+        Args:
+            shared_rows: A pass of so many rows takes little longer than one of a single row; None: so do all.
+            admits: Whether sequences of the queue may begin with it.
+        """
+        if shared_rows is None:
+            return _ALL
+        running, expected = self._running, self._expected(self._waiting.first if admits and self._waiting else None)
+        num_waiting = len(self._waiting) if admits else 0
+        if len(running) + num_waiting < shared_rows or running.are_alike(expected):
+            return _ALL
+        tenants = _by_tenant_and_body(chain(running, expected))
+        urgent = min(each.priority for each in (*islice(running, 1), *expected))
+        most_answers = {tenant: _limit_of_bodies(bodies, urgent) for tenant, bodies in tenants.items()}
+        rows = {
+            tenant: sum(min(len(body), most_answers[tenant]) for body in bodies.values())
+            for tenant, bodies in tenants.items()
+        }
+        largest = ALIKE * min(
+            rows[tenant]
+            for tenant, bodies in tenants.items()
+            if any(_is_urgent(body, urgent) for body in bodies.values())
+        )
+        most = max(shared_rows, sum(min(each, largest) for each in rows.values()))
+        if len(running) + max(num_waiting, len(expected)) <= most:
+            return _ALL
+        return RowShares(
+            most,
+            _held(running, tenants, most),
+            frozenset(tenant for tenant, each in rows.items() if each > largest),
+            most_answers,
+        )
+
+    def _expected(self, head: Sequence | None) -> list[Sequence]:
+        """The sequences that have no row yet and for which one is kept: ``head``, and such as were the smallest lately
+        and have ended."""
+        self._passes += 1
+        expected = [] if head is None else [head]
+        present = [*self._running, *expected]
+        for smallest in (self._smallest, self._of_smallest_tenant):
+            lately = smallest.lately(present, self._passes)
+            if lately is not None and lately not in self._running and lately not in expected:
+                expected.append(lately)
+        return expected
+
+
+class _Smallest:
+    """The smallest sequence of the last passes, which may have ended."""
+
+    def __init__(self, size: Callable[[Sequence], _Size]) -> None:
+        self._size_of = size
+        self._sequence: Sequence | None = None
+        self._size: _Size = (0, 0)
+        self._last_pass = 0
+        """The last one for which the sequence counts."""
+
+    def lately(self, present: list[Sequence], number: int) -> Sequence | None:
+        """The sequence for pass ``number``, for which these are ``present``."""
+        if number > self._last_pass:
+            self._sequence = None
+        smallest = min(present, key=self._size_of, default=None)
+        if smallest is not None and (self._sequence is None or self._size_of(smallest) <= self._size):
+            self._sequence, self._size = smallest, self._size_of(smallest)
+            self._last_pass = number + LATELY_PASSES
+        return self._sequence
 
 
 def _by_tenant_and_body(sequences: Iterable[Sequence]) -> dict[str, _Bodies]:
@@ -106,7 +160,7 @@ def _limit_of_bodies(bodies: _Bodies, priority: int) -> int:
 
 def _held(running: RunningSequences, tenants: dict[str, _Bodies], most: int) -> frozenset[int]:
     """Those that are in none of the ``most`` rows."""
-    first = running.first
+    first = next(iter(running), None)
 
     def urgency(sequence: Sequence) -> _Urgency:
         return sequence is not first, sequence.last_pass, sequence.num_begun

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from megatron_runtime.engine.scheduling.ordered_sequences import OrderedSequences
 from megatron_runtime.engine.scheduling.sequence import Sequence
@@ -54,13 +54,13 @@ class RunningSequences(OrderedSequences):
             return self.last
         return max(self, key=lambda each: (each.priority, self._counts[each.tenant], each.order))
 
-    def are_alike(self, head: Sequence | None) -> bool:
+    def are_alike(self, others: Iterable[Sequence]) -> bool:
         """Whether no tenant, and no body of a tenant, has more than ``ALIKE`` times the answers of another one, also
-        with ``head``, which waits. There must be a running sequence."""
+        with ``others``, which do not run. There must be a sequence."""
         counts, sizes = dict(self._counts), {tenant: set(each) for tenant, each in self._sizes.items()}
-        if head is not None:
-            counts[head.tenant] = counts.get(head.tenant, 0) + 1
-            sizes.setdefault(head.tenant, set()).add(head.answers)
+        for each in others:
+            counts[each.tenant] = counts.get(each.tenant, 0) + 1
+            sizes.setdefault(each.tenant, set()).add(each.answers)
         are_bodies_alike = all(max(each) <= ALIKE * min(each) for each in sizes.values())
         return are_bodies_alike and max(counts.values()) <= ALIKE * min(counts.values())
 

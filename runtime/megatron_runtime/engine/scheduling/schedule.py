@@ -24,7 +24,7 @@ class SchedulerLimits:
     mask_milliseconds: int = 5
     """Time for the slow masks of grammars, see `held_back`."""
     shared_rows: int | None = None
-    """Rows of a pass with small bodies that large ones may fill, see `row_shares`; None: any number."""
+    """Rows of a pass with small bodies that large ones may fill, see `RowSharing`; None: any number."""
 
     def __post_init__(self) -> None:
         assert self.max_tokens >= self.max_requests, "every running sequence needs at least one token per pass"

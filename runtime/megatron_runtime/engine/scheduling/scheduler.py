@@ -8,7 +8,7 @@ from megatron_runtime.engine.scheduling.block_allocator import BlockAllocator
 from megatron_runtime.engine.scheduling.goodput import Goodput
 from megatron_runtime.engine.scheduling.mask_budget import held_back
 from megatron_runtime.engine.scheduling.preemption import to_preempt
-from megatron_runtime.engine.scheduling.row_shares import RowShares, row_shares
+from megatron_runtime.engine.scheduling.row_shares import RowShares, RowSharing
 from megatron_runtime.engine.scheduling.running_sequences import RunningSequences
 from megatron_runtime.engine.scheduling.schedule import Schedule, SchedulerLimits
 from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice, SettledPass, check_sharing
@@ -30,7 +30,7 @@ class Scheduler:
 
     Every running sequence gets at least one token in every pass, or, with several passes in flight, in one of them:
     each pass computes its share of the most urgent sequences that do not wait for their next token. Sequences with slow
-    masks of grammars take turns, and so do those of large bodies beside small ones, see `row_shares`. When the pool is
+    masks of grammars take turns, and so do those of large bodies beside small ones, see `RowSharing`. When the pool is
     exhausted, a sequence that needs a block pauses and keeps its blocks, as far as the limits allow; otherwise the
     least urgent running sequence of the largest tenant is evicted. In both cases the most urgent one proceeds, and no
     sequence is admitted meanwhile. As long as each single sequence fits the pool (which the engine checks on
@@ -53,6 +53,7 @@ class Scheduler:
         self._prefixes = allocator.prefixes
         self._running = RunningSequences()
         self._waiting = WaitingSequences(self._running)
+        self._sharing = RowSharing(self._running, self._waiting)
         self._time = VirtualTime()
         self._arrivals = 0
         self._paused: set[int] = set()
@@ -132,8 +133,7 @@ class Scheduler:
         limits, budget, size = self.limits, self.limits.max_tokens, self.limits.block_size_tokens
         share = self._share(len(self._running))
         self._passes += 1
-        head = self._waiting.first if admits and self._waiting else None
-        shares = row_shares(self._running, head, limits.shared_rows)
+        shares = self._sharing.next(limits.shared_rows, admits=admits)
         running = shares.among(self._running)
         held = held_back(running, limits.mask_milliseconds)
         for index, sequence in enumerate(running):

@@ -1,7 +1,7 @@
 """The coordinator's messages that change an engine's requests, in the order of their arrival.
 
-Admitting a request tokenizes its prompt. Large requests are therefore admitted in pieces, in the thread that steps the
-engine: neither the heartbeats nor the requests that are running wait for all of them.
+Admitting a request tokenizes its prompt. Requests are therefore admitted in pieces, large ones in the thread that steps
+the engine: neither the heartbeats nor the requests that are running wait for all of them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ TURN_SECONDS = 0.1
 """Time after which the requests that are running get a step."""
 SMALL_BYTES = 16 * 2**10
 """Requests of this size are admitted without the other thread, whose use takes longer."""
+PIECE_REQUESTS = 32
+"""Most requests in a piece, between two looks at the time; each takes about 0.2 ms even if it is small."""
 
 
 class _Arrival(NamedTuple):
@@ -132,7 +134,9 @@ class Inbox:
     async def _admit(self) -> None:
         piece: list[_Arrival] = []
         size = 0
-        while self._queue and size < BATCH_BYTES and isinstance(arrival := self._queue[0], _Arrival):
+        while self._queue and isinstance(arrival := self._queue[0], _Arrival):
+            if size >= BATCH_BYTES or len(piece) == PIECE_REQUESTS:
+                break
             self._queue.popleft()
             piece.append(arrival)
             size += len(arrival.body)
