@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
+from megatron_runtime.engine.worker.coordinator_connection import HEARTBEAT_SECONDS
 
 pytestmark = pytest.mark.model
 
@@ -22,9 +25,18 @@ def samples(pod: Any) -> dict[str, float]:
     return found
 
 
+def settled_samples(pod: Any) -> dict[str, float]:
+    """The samples once the rank has reported the answers of earlier tests, which it does with its heartbeats."""
+    found, before = samples(pod), None
+    while found != before:
+        time.sleep(1.5 * HEARTBEAT_SECONDS)
+        found, before = samples(pod), found
+    return found
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_answer_is_counted_and_timed(shared_pod: Any, stream: bool) -> None:
-    before = samples(shared_pod)
+    before = settled_samples(shared_pod)
     asked = {"prompt": [19556] * 40, "max_tokens": GENERATED, "ignore_eos": True, "temperature": 0, "stream": stream}
     assert shared_pod.post("/v1/completions", asked).status_code == 200
     shared_pod.wait_for(
