@@ -85,6 +85,7 @@ class Inbox:
         self._in_thread = in_thread
         self._on_change = on_change
         self._queue: deque[_Arrival | Callable[[], Awaitable[object] | object]] = deque()
+        self._unpacked = _UnpackedBodies()
         self._withheld = WithheldBodies(connection.ask_for_bodies)
 
     def __bool__(self) -> bool:
@@ -129,6 +130,8 @@ class Inbox:
                 done = act()
                 if isinstance(done, Awaitable):
                     await done
+        if not self._queue:
+            self._unpacked = _UnpackedBodies()
         self._withheld.ask()
 
     async def _admit(self) -> None:
@@ -161,14 +164,13 @@ class Inbox:
         )
 
     def _add_all(self, piece: list[_Arrival]) -> list[_Admitted]:
-        bodies = _UnpackedBodies()
-        return [self._add(assignment, body, bodies) for assignment, body in piece]
+        return [self._add(assignment, body) for assignment, body in piece]
 
-    def _add(self, assignment: Assignment, packed: bytes, bodies: _UnpackedBodies) -> _Admitted:
+    def _add(self, assignment: Assignment, packed: bytes) -> _Admitted:
         if assignment.withheld:
             return _Admitted(self._requests.resume(assignment), assignment.received)
         try:
-            return _Admitted(*self._requests.add(assignment, bodies.unpack(packed).alone(assignment.seed)))
+            return _Admitted(*self._requests.add(assignment, self._unpacked.unpack(packed).alone(assignment.seed)))
         except Exception as error:
             # An invalid request must not affect others. The text of the error may quote the request and is for its
             # client only.
