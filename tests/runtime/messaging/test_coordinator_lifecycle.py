@@ -280,7 +280,7 @@ async def test_a_drain_between_a_registration_and_its_answer_is_reported(fleet: 
     state = await client.service_state()
     while not state.engines[0].draining:
         known = state.revision
-        state = await client.wait_for_state_change(known, 5)
+        state = await client.wait_for_state_change(known, 20)
         assert state.revision > known
     stuck.let_go.set()
     assert await drained
