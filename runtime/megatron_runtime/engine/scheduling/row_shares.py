@@ -67,21 +67,21 @@ class RowSharing:
     def __init__(self, running: RunningSequences, waiting: WaitingSequences) -> None:
         self._running = running
         self._waiting = waiting
-        self._passes = 0
         self._smallest = _Smallest(lambda each: (each.priority, each.answers))
         self._of_smallest_tenant = _Smallest(lambda each: (each.priority, max(running.count(each.tenant), 1)))
 
-    def next(self, shared_rows: int | None, *, admits: bool) -> RowShares:
-        """The rows of the next pass.
+    def rows(self, number: int, shared_rows: int | None, *, admits: bool) -> RowShares:
+        """The rows of a pass. Call it for every pass.
 
         Args:
+            number: Of the pass; each has the next one.
             shared_rows: A pass of so many rows takes little longer than one of a single row; None: so do all.
-            admits: Whether sequences of the queue may begin with it.
+            admits: Whether sequences of the queue may begin with it; a row is kept for the first one.
         """
         if shared_rows is None:
             return _ALL
-        running, expected = self._running, self._expected(self._waiting.first if admits and self._waiting else None)
-        num_waiting = len(self._waiting) if admits else 0
+        running, num_waiting = self._running, len(self._waiting) if admits else 0
+        expected = self._expected(number, self._waiting.first if num_waiting else None)
         if len(running) + num_waiting < shared_rows or running.are_alike(expected):
             return _ALL
         tenants = _by_tenant_and_body(chain(running, expected))
@@ -106,14 +106,13 @@ class RowSharing:
             most_answers,
         )
 
-    def _expected(self, head: Sequence | None) -> list[Sequence]:
-        """The sequences that have no row yet and for which one is kept: ``head``, and such as were the smallest lately
-        and have ended."""
-        self._passes += 1
+    def _expected(self, number: int, head: Sequence | None) -> list[Sequence]:
+        """The sequences that have no row yet and for which one is kept in pass ``number``: ``head``, and such as were
+        the smallest lately and have ended."""
         expected = [] if head is None else [head]
         present = [*self._running, *expected]
         for smallest in (self._smallest, self._of_smallest_tenant):
-            lately = smallest.lately(present, self._passes)
+            lately = smallest.lately(present, number)
             if lately is not None and lately not in self._running and lately not in expected:
                 expected.append(lately)
         return expected

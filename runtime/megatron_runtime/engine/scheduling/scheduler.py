@@ -133,7 +133,7 @@ class Scheduler:
         limits, budget, size = self.limits, self.limits.max_tokens, self.limits.block_size_tokens
         share = self._share(len(self._running))
         self._passes += 1
-        shares = self._sharing.next(limits.shared_rows, admits=admits)
+        shares = self._sharing.rows(self._passes, limits.shared_rows, admits=admits)
         running = shares.among(self._running)
         held = held_back(running, limits.mask_milliseconds)
         for index, sequence in enumerate(running):
