@@ -70,24 +70,31 @@ def test_passes_of_a_small_body_have_few_rows_beside_large_bodies(shared_rows: i
         assert rows[-1] > 250  # without a small body for a while, all are in the pass again
 
 
+def serve_small(scheduler: Scheduler, client: Client) -> None:
+    """A body of one answer, from its arrival to its end."""
+    (small,) = client.send(1, length=4)
+    tokens_until_done(scheduler, small)
+
+
+def assert_few_rows_after_a_small_body(scheduler: Scheduler) -> None:
+    for _ in range(LATELY_PASSES - 4):
+        assert len(run_pass(scheduler)[0].slices) <= SHARED
+
+
 def test_small_bodies_with_pauses_between_them_never_meet_a_pass_with_all_rows() -> None:
     scheduler, client = attacked(SHARED)
     for _ in range(5):
-        (small,) = client.send(1, length=4)
-        tokens_until_done(scheduler, small)
-        for _ in range(LATELY_PASSES - 4):
-            assert len(run_pass(scheduler)[0].slices) <= SHARED
+        serve_small(scheduler, client)
+        assert_few_rows_after_a_small_body(scheduler)
 
 
 def test_large_bodies_that_arrive_between_small_ones_do_not_fill_a_pass() -> None:
     scheduler = large_engine()
     client = client_of(scheduler)
-    (small,) = client.send(1, length=4)
-    tokens_until_done(scheduler, small)
+    serve_small(scheduler, client)
     for _ in range(4):
         client.send(128)
-    for _ in range(LATELY_PASSES - 4):
-        assert len(run_pass(scheduler)[0].slices) <= SHARED
+    assert_few_rows_after_a_small_body(scheduler)
 
 
 def test_a_tenant_with_few_answers_that_pauses_between_them_never_meets_a_pass_with_all_rows() -> None:
@@ -97,10 +104,8 @@ def test_a_tenant_with_few_answers_that_pauses_between_them_never_meets_a_pass_w
         many.send(1, length=60)
     run_pass(scheduler)
     for _ in range(3):
-        (own,) = few.send(1, length=4)
-        tokens_until_done(scheduler, own)
-        for _ in range(LATELY_PASSES - 4):
-            assert len(run_pass(scheduler)[0].slices) <= SHARED
+        serve_small(scheduler, few)
+        assert_few_rows_after_a_small_body(scheduler)
 
 
 def test_several_small_bodies_do_not_wait_for_each_other() -> None:

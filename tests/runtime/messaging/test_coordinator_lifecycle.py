@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import pytest
-from messaging_support.fake_engine import FakeEngine, expected_tokens
+from messaging_support.fake_engine import FakeEngine, StuckEngine, expected_tokens
 from messaging_support.fleet import Fleet, until
 
 from megatron_runtime.errors import InvalidStateError, TransitionTimeoutError
@@ -14,18 +13,6 @@ from megatron_runtime.headers import EngineState
 from megatron_runtime.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(num_tokens_to_generate=20, seed=5)
-
-
-class StuckEngine(FakeEngine):
-    """Block the next step until the returned event is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.let_go = threading.Event()
-
-    def step_modern(self) -> dict[str, object]:
-        self.let_go.wait(30)
-        return super().step_modern()
 
 
 async def test_every_engine_acknowledges_every_state(fleet: Fleet) -> None:

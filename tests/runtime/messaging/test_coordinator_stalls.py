@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from messaging_support.fake_engine import FakeEngine, expected_tokens
+from messaging_support.fake_engine import FakeEngine, StuckEngine, expected_tokens
 from messaging_support.fleet import Fleet, until
 from messaging_support.unknown_peer import unknown_peer
 from suite_support.repetition import repeated
@@ -47,16 +46,14 @@ class SlowAdmission(FakeEngine):
 
 
 @dataclass
-class HeldFirstStep(SlowAdmission):
-    """Its first step ends with the event. ``admitted`` has the number of requests that each later step begins with."""
+class HeldFirstStep(SlowAdmission, StuckEngine):
+    """``admitted`` has the number of requests that each step begins with once the event is set."""
 
-    let_go: threading.Event = field(default_factory=threading.Event)
     admitted: list[int] = field(default_factory=list)
 
     def step_modern(self) -> dict[str, Any]:
         if self.let_go.is_set():
             self.admitted.append(len(self.added))
-        self.let_go.wait()
         return super().step_modern()
 
 

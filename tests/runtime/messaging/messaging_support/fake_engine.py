@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -176,3 +177,14 @@ class FakeEngine:
         request.finish_reason = reason
         request.status = Status.COMPLETED if reason == "length" else Status.FAILED
         self._finished.append(running.record)
+
+
+@dataclass
+class StuckEngine(FakeEngine):
+    """Its steps wait until the event is set."""
+
+    let_go: threading.Event = field(default_factory=threading.Event)
+
+    def step_modern(self) -> dict[str, Any]:
+        self.let_go.wait(30)
+        return super().step_modern()
