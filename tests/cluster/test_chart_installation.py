@@ -13,7 +13,7 @@ from operator_support.api import Api
 from operator_support.resource import Resource, manifest
 from operator_support.scripted_node import ScriptedNode
 from suite_support.console_runs import documented
-from suite_support.doc_blocks import doc_blocks
+from suite_support.doc_blocks import Step, doc_blocks
 from suite_support.doc_shell import DocShell, assert_table
 
 from megatron_operator.api.crd import crd
@@ -30,6 +30,12 @@ def make(cluster: Cluster, namespace: str, name: str = "chat") -> str:
 
 def resource(cluster: Cluster, namespace: str) -> Object:
     return cluster.get("mi", "chat", "-n", namespace)
+
+
+def install_as_in_the_docs(installer: DocShell, cluster: Cluster, install: Step) -> None:
+    """Returns when the kind of the CRD is served."""
+    installer.run(install.command)
+    cluster.until_served(crd())
 
 
 def until_served(cluster: Cluster, namespace: str) -> None:
@@ -88,8 +94,7 @@ def test_resources_and_their_definition_survive_the_release_and_are_adopted_by_i
 ) -> None:
     (install,) = documented("docs/examples.md", "kind create cluster")
     removal = documented("docs/install.md", "kubectl delete megatroninferences")
-    installer.run(install.command)
-    bare_control_plane.until_served(crd())
+    install_as_in_the_docs(installer, bare_control_plane, install)
     uid = make(bare_control_plane, namespace)
     assert DEFINITION in release.uninstall()
     assert resource(bare_control_plane, namespace)["metadata"]["uid"] == uid
@@ -121,8 +126,7 @@ def test_helm_test_checks_that_the_operator_runs(
 ) -> None:
     install, test = documented("docs/install.md", "helm install megatron")
     assert documented("docs/install.md", "docker buildx build") == [install]
-    installer.run(install.command)
-    bare_control_plane.until_served(crd())
+    install_as_in_the_docs(installer, bare_control_plane, install)
     with release.operator() as operator:
         url = operator.url
         assert "Phase:          Succeeded" in release.test(url, lambda: installer.run(test.command))
@@ -185,8 +189,7 @@ async def test_the_readme_installs_and_serves_a_model(
     (resource,) = (block.text for block in doc_blocks("yaml") if block.page == "README.md")
     installer.write("my-model.yaml", resource)
     model = Resource(bare_control_plane, "default", "smollm2")
-    await asyncio.to_thread(installer.run, install.command)
-    await asyncio.to_thread(bare_control_plane.until_served, crd())
+    await asyncio.to_thread(install_as_in_the_docs, installer, bare_control_plane, install)
     await asyncio.to_thread(installer.run, apply.command)
     with installer.running(operator.command, tmp_path / "operator.log"):
         async with Api(bare_control_plane.kubeconfig) as api, ScriptedNode(api, "default"):

@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from functools import reduce
 from pathlib import Path
 
 import httpx
@@ -190,8 +189,8 @@ async def test_a_request_for_an_adapter_and_that_of_the_docs_start_the_real_runt
             assert answer.status_code == 200, answer.text
             answers[name] = answer.json()["choices"][0]["token_ids"]
         assert answers["sql"] != answers["chat"]
-        of_docs = {f"{SERVICE}/models/": str(endpoint.join(f"/{chat.namespace}/")), '"smollm2"': '"chat"'}
-        command = reduce(lambda text, words: text.replace(*words), of_docs.items(), ask.command)
+        url = str(endpoint.join(f"/{chat.namespace}/"))
+        command = ask.command.replace(f"{SERVICE}/models/", url).replace('"smollm2"', '"chat"')
         assert json.loads(await asyncio.to_thread(reader.run, command))["choices"][0]["message"]["role"] == "assistant"
         listed, own = [
             (await model.clients[0].get(url)).json()["data"]

@@ -26,7 +26,7 @@ class Step:
     @property
     def words(self) -> list[str]:
         """The words of the command, as bash reads them but without expansions."""
-        return shlex.split(self.command.replace("\\\n", " "))
+        return shlex.split(_joined(self.command))
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class DocBlock:
 
         The lines of a `console` block that begin with `$` are commands; in a `bash` block all lines are.
         """
-        joined = self.text.replace("\\\n", " ")
-        lines = joined.splitlines()
         if self.language == "console":
-            lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+            lines = [_joined(step.command) for step in self.steps]
+        else:
+            lines = _joined(self.text).splitlines()
         return [command for line in lines for command in _commands(line)]
 
     @property
@@ -64,6 +64,11 @@ class DocBlock:
     def begin(self) -> str:
         """The first line of its first command, without a comment, and without the backslash at its end."""
         return self.steps[0].command.partition("\n")[0].removesuffix("\\").rstrip()
+
+
+def _joined(command: str) -> str:
+    """Without backslashes at the ends of lines."""
+    return command.replace("\\\n", " ")
 
 
 def _commands(line: str) -> list[list[str]]:

@@ -71,7 +71,7 @@ class DocShell:
         link.unlink()
         return Path(shutil.copytree(original, link))
 
-    def run(self, command: str, *, code: int = 0) -> str:
+    def run(self, command: str, *, code: int = 0, seconds: float = SECONDS) -> str:
         """What the command prints. Raises AssertionError if its exit code is another one."""
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", command],
@@ -79,7 +79,7 @@ class DocShell:
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=SECONDS,
+            timeout=seconds,
             check=False,
         )
         assert done.returncode == code, f"{command}: exit code {done.returncode}\n{done.stdout}{done.stderr}"

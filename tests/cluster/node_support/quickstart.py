@@ -1,13 +1,11 @@
 """The quickstart of the README on a cluster of kind, with buildah and the node of the tests for Docker and kind."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
-from chart_support.helm import Helm
 from cluster_support.cache import cache_folder
 from cluster_support.errors import CommandFailedError
+from cluster_support.reader import reader_of
 from node_support import images
 from node_support.images import ROOT
 from node_support.node import Node
@@ -36,14 +34,8 @@ class Quickstart:
     def __init__(self, node: Node, prepared: Prepared, helm: Path, folder: Path) -> None:
         self._node, self._prepared = node, prepared
         self._rest = commands()
-        self._plugins = folder / "plugins"
-        self._plugins.mkdir(parents=True)
-        plugin = self._plugins / "kubectl-megatron"
-        plugin.write_text(f"#!{sys.executable}\nfrom megatron_operator.cli import plugin\nplugin()\n")
-        plugin.chmod(0o755)
-        self._kubeconfig = folder / "kubeconfig"
-        self._kubeconfig.write_bytes(node.kubeconfig.read_bytes())
-        self._helm = Helm(helm, folder / "helm", self._kubeconfig)
+        self._reader = reader_of(node, folder / "reader", "default", helm)
+        self._reader.environment["MODEL"] = str(cache_folder(os.environ) / "models" / images.MODEL)
 
     @property
     def is_complete(self) -> bool:
@@ -52,27 +44,20 @@ class Quickstart:
 
     def use(self, namespace: str) -> None:
         """The namespace of the commands that name none."""
-        self._kubectl("config", "set-context", "--current", f"--namespace={namespace}")
+        self._reader.run(f"kubectl config set-context --current --namespace={namespace}")
 
     def run_until(self, begin: str) -> str:
         """Runs the next commands, up to one that begins like this, or all; returns what they print.
 
-        Raises CommandFailedError.
+        Raises AssertionError if one fails, and CommandFailedError if it can't be run here.
         """
         printed = ""
         while self._rest and not self._rest[0].startswith(begin):
-            printed += self._run(self._words(self._rest.pop(0)))
+            printed += self._run(self._rest.pop(0))
         return printed
 
-    def _words(self, command: str) -> list[str]:
-        """The words of a command, as bash expands them."""
-        env = {**os.environ, "MODEL": str(cache_folder(os.environ) / "models" / images.MODEL)}
-        expand = ["bash", "-euc", f"printf '%s\\0' {command}"]
-        done = subprocess.run(expand, env=env, capture_output=True, text=True, check=True)
-        return done.stdout.split("\0")[:-1]
-
-    def _run(self, words: list[str]) -> str:
-        match words:
+    def _run(self, command: str) -> str:
+        match self._reader.run(f"printf '%s\\0' {command}").split("\0")[:-1]:
             case ["docker", "build", "-f", dockerfile, "-t", name, context]:
                 self._build(dockerfile, name, context)
             case ["kind", "create", "cluster"]:
@@ -80,12 +65,10 @@ class Quickstart:
             case ["kind", "load", "docker-image", *names]:
                 for name in names:
                     self._node.import_image(self._prepared.images / _image(name).archive)
-            case ["helm", *rest]:
-                return self._helm(*rest)
-            case ["kubectl", *rest]:
-                return self._kubectl(*rest)
+            case ["helm" | "kubectl", *_]:
+                return self._reader.run(command, seconds=SECONDS)
             case _:
-                raise CommandFailedError(f"{' '.join(words)}: the tests have nothing in its place")
+                raise CommandFailedError(f"{command}: the tests have nothing in its place")
         return ""
 
     def _build(self, dockerfile: str, name: str, context: str) -> None:
@@ -93,15 +76,6 @@ class Quickstart:
         with images.builder(image, os.environ, self._prepared.tools) as builder:
             assert (dockerfile, (ROOT / context).resolve()) == (image.dockerfile, builder.context(image).resolve())
             builder.make(image)
-
-    def _kubectl(self, *words: str) -> str:
-        path = f"{self._plugins}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        env = {**os.environ, "PATH": path, "KUBECONFIG": str(self._kubeconfig), "NO_PROXY": "127.0.0.1"}
-        command = [str(self._node.kubectl_path), *words]
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=SECONDS)
-        if done.returncode != 0:
-            raise CommandFailedError(f"kubectl {' '.join(words)}: exit status {done.returncode}\n{done.stderr.strip()}")
-        return done.stdout
 
 
 def _image(name: str) -> images.Image:
