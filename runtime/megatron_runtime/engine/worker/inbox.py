@@ -31,7 +31,7 @@ TURN_SECONDS = 0.1
 SMALL_BYTES = 16 * 2**10
 """Requests of this size are admitted without the other thread, whose use takes longer."""
 PIECE_REQUESTS = 32
-"""Most requests in a piece, between two looks at the time; each takes about 0.2 ms even if it is small."""
+"""Most requests in a piece, between two checks of the time; each takes about 0.2 ms even if it is small."""
 
 
 class _Arrival(NamedTuple):
