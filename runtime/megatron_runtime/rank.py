@@ -30,8 +30,6 @@ from megatron_runtime.processes.supervisor import error_report
 from megatron_runtime.wire.security import KEY_VARIABLE
 
 if TYPE_CHECKING:
-    import torch
-
     from megatron_runtime.config import InferenceConfig
     from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
     from megatron_runtime.engine.worker.engine_loop import EngineLoop
@@ -95,14 +93,16 @@ def _build_engine(link: ParentLink, options: RankOptions, plan: RankPlan) -> Dyn
 
     from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
     from megatron_runtime.launch.draft_model import load_draft_model
+    from megatron_runtime.launch.rank_device import choose_device
     from megatron_runtime.model.checkpoint import load_model
     from megatron_runtime.model.device_memory import naming_device_memory
     from megatron_runtime.model.refit import keep_places
     from megatron_runtime.model.tokenizer import load_tokenizer
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    device = _choose_device(options)
-    ranks = _join_replica_group(link, options)
+    device = choose_device(options)
+    with naming_device_memory("while it joined the other ranks", device):
+        ranks = _join_replica_group(link, options)
     ranks.watch(partial(_end_at_once, link, options))
     # The launchers of several pods may have chosen different lengths.
     plan = replace(plan, max_sequence_length=ranks.least(plan.max_sequence_length))
@@ -129,14 +129,19 @@ def _build_engine(link: ParentLink, options: RankOptions, plan: RankPlan) -> Dyn
     if config.offload_weights:
         for each in filter(None, (model, draft)):
             keep_places(each, device)  # While there is much memory: the KV cache gets nearly all of the rest.
-    # Measured, or chosen by the launchers of several pods, so it may differ between the ranks.
-    cache = plan.kv_cache_bytes or _measured_kv_cache(model, tokenizer.result(), config)
-    config = replace(config, kv_cache_memory_bytes=ranks.least(cache))
-    engine = DynamicInferenceEngine.build(model, tokenizer.result(), config)
-    for name, path in options.engine.lora_modules:
+    with naming_device_memory("while it prepared the engine", device):
+        # Measured, or chosen by the launchers of several pods, so it may differ between the ranks.
+        cache = plan.kv_cache_bytes or _measured_kv_cache(model, tokenizer.result(), config)
+        config = replace(config, kv_cache_memory_bytes=ranks.least(cache))
+        engine = DynamicInferenceEngine.build(model, tokenizer.result(), config)
+        _load_adapters(engine, options.engine)
+    return engine
+
+
+def _load_adapters(engine: DynamicInferenceEngine, options: EngineOptions) -> None:
+    for name, path in options.lora_modules:
         engine.adapters.load(name, path)
         logger.info("Loaded the adapter %s from %s", name, path)
-    return engine
 
 
 def _measured_kv_cache(model: Decoder, tokenizer: Tokenizer, config: InferenceConfig) -> int:
@@ -162,28 +167,6 @@ def _import_engine() -> None:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def _choose_device(options: RankOptions) -> torch.device:
-    """The device of this rank. A GPU becomes the current device of this thread, as NCCL needs it."""
-    import torch
-
-    if options.engine.device == "cpu":
-        return torch.device("cpu")
-    if torch.version.cuda is None:
-        raise ConfigurationError(
-            f"--device cuda: PyTorch {torch.__version__} was built without CUDA; install a build with it, or use "
-            "--device cpu"
-        )
-    index, count = options.local_rank, torch.cuda.device_count()
-    if index >= count:  # may differ on another machine or later: not bad input
-        raise EngineError(
-            f"--device cuda: each rank needs its own GPU, this one number {index} counted from 0, but "
-            f"PyTorch finds {count}; give the pod a GPU for each of its ranks"
-        )
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    return device
 
 
 def _join_replica_group(link: ParentLink, options: RankOptions) -> Ranks:

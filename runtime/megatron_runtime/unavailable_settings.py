@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from megatron_runtime.errors import ConfigurationError
-
-
-class AsyncScheduleMode(StrEnum):
-    """Values of ``async_sched_mode``."""
-
-    LEGACY = "legacy"
-    ASYNC = "async"
 
 
 @dataclass(kw_only=True)
@@ -33,7 +25,6 @@ class UnavailableSettings:
     """Megatron's process groups of a model on one rank; ``pg_collection`` of the engine returns them."""
     image_preprocessing_config: Any = None
     use_flashinfer_fused_rope: bool | None = False
-    async_sched_mode: str = "legacy"
     request_metadata_types: Any = None
     use_synchronous_zmq_collectives: bool = False
     disable_ep_consensus: bool = False
@@ -69,7 +60,6 @@ _REFUSALS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "pg_collection": ((None,), "the engine gets the ranks of a divided model from torch.distributed"),
     "image_preprocessing_config": ((None,), "only text is supported"),
     "use_flashinfer_fused_rope": ((False, None), "the model itself computes rotary embeddings"),
-    "async_sched_mode": (("legacy",), "a step is scheduled after the previous one has ended"),
     "request_metadata_types": ((None,), "the metadata of a request has the types of get_metadata_types"),
     "use_synchronous_zmq_collectives": ((False,), _NO_CONSENSUS),
     "disable_ep_consensus": ((False,), _NO_CONSENSUS),

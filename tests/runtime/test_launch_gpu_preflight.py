@@ -55,6 +55,12 @@ def test_the_plan_of_a_gpu_rank_has_weights_cache_and_reserve(options: LaunchOpt
     assert on_gpu(options, "80Gi", kv_cache_bytes=2**30).endswith("KV cache 1Gi, reserve 3.3Gi, up to 8192 tokens")
 
 
+def test_the_reserve_has_logits_after_each_draft(options: LaunchOptions) -> None:
+    """4 copies of 256 rows more for each draft, at most of the tokens of a pass."""
+    assert "reserve 5.3Gi" in on_gpu(options, "80Gi", num_speculative_tokens=4)
+    assert "reserve 34.1Gi" in on_gpu(options, "80Gi", num_speculative_tokens=100)
+
+
 def test_a_gpu_that_is_too_small_is_refused_before_the_start(options: LaunchOptions) -> None:
     words = on_gpu(options, "16Gi")
     assert words.startswith(f"{options.model.flag}: a rank needs 15Gi for the weights and about 3.3Gi for a pass,")

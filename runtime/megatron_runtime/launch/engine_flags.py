@@ -155,7 +155,10 @@ class EngineFlags:
     )
     max_lora_rank: Annotated[int, typer.Option(help="Largest r of a LoRA adapter.")] = EngineOptions.max_lora_rank
     grammar_cache_memory: Annotated[
-        str, typer.Option(help="Most memory, about, of compiled grammars that are kept for later requests, like 96Mi.")
+        str,
+        typer.Option(
+            help="Most memory, about, of compiled grammars that are kept for waiting and later requests, like 96Mi."
+        ),
     ] = "96Mi"
     check_finite: Annotated[bool, typer.Option("--check-finite", help="Refuse weights with NaN or infinity.")] = (
         EngineOptions.check_finite

@@ -197,7 +197,8 @@ def _plan_on_device(options: LaunchOptions, facts: CheckpointFacts, plan: Engine
 def _reserve_on_device(engine: EngineOptions, facts: CheckpointFacts) -> int:
     """An estimate for the check before the start; a rank that chooses the size of its KV cache measures it."""
     activations = CUDA_TOKENS_PER_PASS * facts.activation_elements * element_bytes(engine)
-    logits = LOGIT_COPIES * (engine.max_requests or DEFAULT_MAX_REQUESTS) * facts.vocabulary * 4
+    rows = (engine.max_requests or DEFAULT_MAX_REQUESTS) * (1 + engine.num_speculative_tokens)
+    logits = LOGIT_COPIES * min(rows, CUDA_TOKENS_PER_PASS) * facts.vocabulary * 4
     return CUDA_CONTEXT + activations + logits
 
 

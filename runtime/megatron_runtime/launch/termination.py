@@ -41,7 +41,7 @@ class Outcome:
         if end.is_bad_input:
             reason = "CheckpointError" if (end.error or {}).get("reason") == "CheckpointError" else "InvalidSpec"
             return cls(EXIT_BAD_INPUT, reason, end.message, rank, end.exit_code)
-        if end.error is not None and end.error.get("reason") == "LostRankError":
+        if end.error is not None and end.is_consequence:
             missing = end.error.get("missing") or [rank]
             return cls(EXIT_FAILURE, LOST_RANK, end.message, missing[0])
         reason = "ProcessFailed" if rank is None else "RankFailed"

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_DEVICE_ERROR: type[Exception] = getattr(torch, "AcceleratorError", RuntimeError)
+"""The second is what PyTorch raises before 2.8."""
 _GRACE = 1.0
 """Seconds that work goes on after a connection has ended. A rank that leaves in order has done all work of others."""
 _LAST_GRACE = 5.0
@@ -88,7 +90,7 @@ class DeviceWatch:
         try:
             result = work()
         except Exception as error:
-            if isinstance(error, torch.AcceleratorError) and self._has_ended_connection.wait(_GRACE):
+            if isinstance(error, _DEVICE_ERROR) and self._has_ended_connection.wait(_GRACE):
                 self._has_lost.wait(_VERDICT)  # The memory of the lost rank may be the cause of the device's error.
             if self._lost is not None:
                 raise self._lost from error

@@ -60,6 +60,31 @@ def test_an_error_of_the_device_that_a_lost_rank_causes_has_its_name() -> None:
     assert found[0] == {"missing": [1], "cause": "AcceleratorError"}
 
 
+_BEFORE_2_8 = """
+import socket
+from unittest.mock import Mock
+import torch
+if hasattr(torch, "AcceleratorError"):
+    del torch.AcceleratorError
+from megatron_runtime.parallel import device_watch
+device_watch._GRACE = 0.1
+watch = device_watch.DeviceWatch(socket.socketpair(), Mock(), lambda: None, 10.0)
+for error in (ValueError("wrong"), RuntimeError("CUDA error: out of memory")):
+    try:
+        watch.supervise(Mock(side_effect=error))
+    except Exception as found:
+        assert found is error, repr(found)
+        print(found)
+watch.close()
+"""
+
+
+def test_an_error_of_the_work_is_itself_also_with_a_pytorch_that_has_no_type_for_those_of_devices() -> None:
+    command = [sys.executable, "-c", _BEFORE_2_8]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.splitlines() == ["wrong", "CUDA error: out of memory"], done.stderr
+
+
 def test_a_process_that_would_wait_for_its_device_without_an_end_ends(tmp_path: Path) -> None:
     found = run_ranks(device_scenarios.wait_without_an_end, 2, ParallelSizes(tensor=2), free_port(), tmp_path)
     assert found == [None, None]
