@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_runtime.gpu.attention_kernels import attend_splits, attend_tiles, merge_splits, rotate_and_store
+from megatron_runtime.gpu.attention_kernels import attend_splits, attend_tiles, rotate_and_store
 from megatron_runtime.gpu.launch import capability, launch, power_of_two
+from megatron_runtime.gpu.merge_kernels import merge_splits
 
 SPLIT = 256
 """Tokens of a context that one program processes for a single query. Fixed: the sums of a query, and so its bits, would
@@ -40,7 +41,8 @@ def tile_sizes(capability: int, width: int, element_bytes: int, *, is_float8: bo
     """For `attend_tiles`, by compute capability and padded width of a head, and whether the cache is in fp8.
 
     Chosen so that nothing spills to local memory; in 16 bits for data center GPUs from Hopper on, the fastest of those
-    that were measured on an H200. With wide heads, a few bytes of a faster kernel spill there.
+    that were measured on an H200. With wide heads or a soft cap, a few bytes of a faster kernel spill there, and some
+    hundred bytes in float32, for which no other sizes were measured.
     """
     if element_bytes == 4:
         return TileSizes(rows=32, keys=32, warps=4, stages=1) if width <= 128 else TileSizes(16, 16, 4, 1)

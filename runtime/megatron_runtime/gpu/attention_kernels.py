@@ -267,44 +267,6 @@ def attend_splits(
         tl.store(log_sums + place, top + tl.log2(total), mask=member < GROUP)
 
 
-@triton.jit(do_not_specialize=["window", "num_splits"])
-def merge_splits(
-    output, partial, log_sums, sinks, query_starts, context_lengths, window, num_splits,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, SPLIT: tl.constexpr,
-    MOST_SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr, HAS_SINKS: tl.constexpr,
-):  # fmt: skip
-    """The outputs of `attend_splits`, in the order of the splits. Grid: [requests, HEADS]."""
-    request = tl.program_id(0)
-    head = tl.program_id(1)
-    start = tl.load(query_starts + request)
-    if tl.load(query_starts + request + 1) - start != 1:
-        return
-    context = tl.load(context_lengths + request)
-    length = split_length(context, SPLIT, MOST_SPLITS)
-    begin = 0
-    if WINDOWED:
-        begin = first_key(context - 1, window, CHUNKED) // length
-    channel = tl.arange(0, WIDTH_PAD)
-    first = (request.to(tl.int64) * HEADS + head) * num_splits
-    top = tl.full([1], 0.0 if HAS_SINKS else float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    if HAS_SINKS:
-        top += tl.load(sinks + head) * LOG2_E
-        total += 1.0
-    summed = tl.zeros([WIDTH_PAD], tl.float32)
-    for split in range(begin, tl.cdiv(context, length)):
-        log_sum = tl.load(log_sums + first + split)
-        mean = tl.load(partial + (first + split) * WIDTH + channel, mask=channel < WIDTH, other=0.0)
-        highest = tl.maximum(top, log_sum)
-        kept = tl.exp2(top - highest)
-        weight = tl.exp2(log_sum - highest)
-        total = total * kept + weight
-        summed = summed * kept + mean * weight
-        top = highest
-    address = (start.to(tl.int64) * HEADS + head) * WIDTH + channel
-    tl.store(output + address, (summed / total).to(output.dtype.element_ty), mask=channel < WIDTH)
-
-
 @triton.jit
 def rotate_and_store(
     rotated, output, heads, cosines, sines, slots, keys, values, block_stride, head_stride,

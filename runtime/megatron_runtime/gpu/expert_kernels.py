@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from megatron_runtime.gpu.float8_kernels import weights_of
-from megatron_runtime.gpu.row_kernels import activated
+from megatron_runtime.gpu.row_kernels import activated, combined, rounded
 
 SMALLEST_SUM = tl.constexpr(1e-20)
 """Added to the sum of a token's weights, which can be zero for sigmoids."""
@@ -34,17 +34,28 @@ def within_best_groups(ranking, GROUPS: tl.constexpr, BEST: tl.constexpr, SUMS_T
 
 
 @triton.jit
+def scores_of(logit, SIGMOID: tl.constexpr):
+    """The softmax of a token's logits, or SIGMOID."""
+    if SIGMOID:
+        return 1.0 / (1.0 + tl.exp(-logit))
+    powers = tl.exp(logit - tl.max(logit))
+    return powers / tl.sum(powers)
+
+
+@triton.jit
 def route_rows(
     weights, chosen, logits, bias, replayed, multiplier,
     GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr, MEMBERS: tl.constexpr, MEMBERS_PAD: tl.constexpr,
     BEST_GROUPS: tl.constexpr, SUMS_TWO: tl.constexpr, PER_TOKEN: tl.constexpr, PER_TOKEN_PAD: tl.constexpr,
     SIGMOID: tl.constexpr, BIASED: tl.constexpr, REPLAYED: tl.constexpr, NORMALIZES: tl.constexpr,
+    ADDS_SHARED: tl.constexpr,
 ):  # fmt: skip
     """Select PER_TOKEN experts for each token, the largest first, and of equal ones the first. Grid: [T].
 
     ``logits`` is [T, GROUPS * MEMBERS]; ``weights`` and ``chosen`` are [T, PER_TOKEN]. The scores are a softmax, or
     SIGMOID. BIASED: experts are selected by score plus bias, in the BEST_GROUPS groups. REPLAYED: the experts of
-    ``replayed``, unless it is negative.
+    ``replayed``, unless it is negative. ADDS_SHARED: ``weights`` and ``chosen`` have one column more, of the expert
+    after the last one, with weight one.
     """
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, GROUPS_PAD * MEMBERS_PAD)
@@ -52,11 +63,7 @@ def route_rows(
     exists = (place < GROUPS * MEMBERS_PAD) & (place % MEMBERS_PAD < MEMBERS)
     COUNT: tl.constexpr = GROUPS * MEMBERS
     logit = tl.load(logits + row * COUNT + expert, mask=exists, other=float("-inf")).to(tl.float32)
-    if SIGMOID:
-        scores = 1.0 / (1.0 + tl.exp(-logit))
-    else:
-        powers = tl.exp(logit - tl.max(logit))
-        scores = powers / tl.sum(powers)
+    scores = scores_of(logit, SIGMOID)
     ranking = scores
     if BIASED:
         ranking = scores + tl.load(bias + expert, mask=exists, other=0.0)
@@ -67,6 +74,7 @@ def route_rows(
     if BEST_GROUPS < GROUPS:
         ranking = within_best_groups(ranking, GROUPS_PAD, BEST_GROUPS, SUMS_TWO)
     slot = tl.arange(0, PER_TOKEN_PAD)
+    start = row * (PER_TOKEN + 1 if ADDS_SHARED else PER_TOKEN)
     picked = tl.zeros([PER_TOKEN_PAD], tl.float32)
     for each in tl.static_range(PER_TOKEN):
         _, best = tl.max(ranking, 0, return_indices=True)
@@ -75,12 +83,15 @@ def route_rows(
         if REPLAYED:
             wanted = tl.load(replayed + row * PER_TOKEN + each)
             best = tl.where(wanted >= 0, wanted, best)
-        tl.store(chosen + row * PER_TOKEN + each, best)
+        tl.store(chosen + start + each, best)
         score = tl.sum(tl.where(exists & (expert == best), scores, 0.0))
         picked = tl.where(slot == each, score, picked)
     if NORMALIZES:
         picked = picked / (tl.sum(picked) + SMALLEST_SUM)
-    tl.store(weights + row * PER_TOKEN + slot, picked * multiplier, mask=slot < PER_TOKEN)
+    tl.store(weights + start + slot, picked * multiplier, mask=slot < PER_TOKEN)
+    if ADDS_SHARED:
+        tl.store(weights + start + PER_TOKEN, 1.0)
+        tl.store(chosen + start + PER_TOKEN, COUNT)
 
 
 @triton.jit(do_not_specialize=["visits", "first"])
@@ -186,24 +197,6 @@ def bias_of(biases, offsets, expert, channel, is_channel):
     return tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)
 
 
-@triton.jit
-def rounded(wide, like):
-    """float32 with the precision of the elements of ``like``."""
-    return wide.to(like.dtype.element_ty).to(tl.float32)
-
-
-@triton.jit
-def combined(widened, like, alpha, limit, ACTIVATION: tl.constexpr, CLAMPED: tl.constexpr):
-    """Values from gates and values [BLOCK_M, 2 * BLOCK_N] that take turns, rounded between the operations."""
-    gate, value = tl.split(tl.reshape(widened, [widened.shape[0], widened.shape[1] // 2, 2]))
-    if CLAMPED:
-        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
-        value = tl.clamp(value, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
-        opened = rounded(1.0 / (1.0 + tl.exp(-rounded(alpha * gate, like))), like)
-        return rounded(gate * opened, like) * rounded(value + 1.0, like)
-    return rounded(activated(gate, ACTIVATION), like) * value
-
-
 @triton.jit(do_not_specialize=["first"])
 def widen_visits(
     output, hidden, chosen, order, starts, first, matrices, offsets, scales, scale_offsets, biases, bias_offsets,
@@ -241,7 +234,8 @@ def widen_visits(
         widened += bias_of(biases, bias_offsets, expert, channel, is_channel)[None, :]
     widened = rounded(widened, hidden)
     if GATED:
-        result = combined(widened, hidden, alpha, limit, ACTIVATION, CLAMPED)
+        gate, value = tl.split(tl.reshape(widened, [BLOCK_M, BLOCK_N // 2, 2]))
+        result = combined(gate, value, hidden, alpha, limit, ACTIVATION, CLAMPED)
         column = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     else:
         result = activated(widened, ACTIVATION)
@@ -283,13 +277,15 @@ def narrow_visits(
 
 @triton.jit(do_not_specialize=["first"])
 def sum_visits(
-    output, results, weights, chosen, first,
+    output, results, weights, chosen, shared, gates, first,
     COUNT: tl.constexpr, PER_TOKEN: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
+    SHARED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Sums of the results of each token, in the order of its selection. Grid: [T, SIZE / BLOCK].
 
     ``results`` is [T * PER_TOKEN, SIZE]; those of other experts than the COUNT ones from ``first`` on are not read.
-    WEIGHTED: each is multiplied with its weight, which is rounded like the result, and so is the product.
+    WEIGHTED: each is multiplied with its weight, which is rounded like the result, and so is the product. SHARED:
+    ``shared`` [T, SIZE] is added to the rounded sum. GATED: times the sigmoid of ``gates`` [T], rounded likewise.
     """
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -303,4 +299,10 @@ def sum_visits(
         if WEIGHTED:
             result = rounded(result * rounded(tl.load(weights + visit), output), output)
         total += result
+    if SHARED:
+        result = tl.load(shared + token * SIZE + channel, mask=exists, other=0.0).to(tl.float32)
+        if GATED:
+            opened = rounded(1.0 / (1.0 + tl.exp(-tl.load(gates + token).to(tl.float32))), output)
+            result = rounded(result * opened, output)
+        total = rounded(total, output) + result
     tl.store(output + token * SIZE + channel, total.to(output.dtype.element_ty), mask=exists)

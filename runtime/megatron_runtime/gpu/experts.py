@@ -1,4 +1,4 @@
-"""Mixtures of experts without a wait of the host: the choice of experts, and their networks for all tokens at once."""
+"""Mixtures of experts without a wait of the host: the networks of all experts, for all tokens at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_runtime.gpu.expert_kernels import narrow_visits, route_rows, sort_visits, sum_visits, widen_visits
+from megatron_runtime.gpu.expert_kernels import narrow_visits, sort_visits, sum_visits, widen_visits
 from megatron_runtime.gpu.float8 import FIRST_NATIVE, elements_at_once
 from megatron_runtime.gpu.launch import capability, launch, power_of_two
 from megatron_runtime.gpu.rows import ACTIVATIONS
@@ -23,6 +23,8 @@ once, so that single tokens take little longer and prompts are not slow."""
 MOST_MEAN_VISITS = {16: 8, 64: 128}
 """Mean visits of an expert up to which tiles are so small. An expert with fewer visits than a tile has rows is read
 once."""
+JOINED_TOKENS = TILE_ROWS[0]
+"""Most tokens for which the shared expert is one of the experts: a tile, so that its matrices are read once."""
 SORT_BLOCK = 1024
 LONG_SORT_BLOCK = 4096
 """Visits that a program of `sort_visits` sees at once."""
@@ -132,61 +134,8 @@ class ExpertNetworks:
         return self.down.tensors.first.shape[1]
 
 
-@dataclass(frozen=True)
-class Choice:
-    """How the experts of a token are chosen and weighted."""
-
-    per_token: int
-    scores: str
-    """"softmax" or "sigmoid"."""
-    normalizes: bool
-    """Whether the weights are divided by their sum."""
-    multiplier: float
-    """Of the weights, in the end."""
-    groups: int = 1
-    """Groups of consecutive experts; the chosen ones are in the ``best_groups`` best ones."""
-    best_groups: int = 1
-    sums_two: bool = False
-    """Whether groups are compared by the sum of their two best experts, not by the best one."""
-
-
-def route(logits: Tensor, choice: Choice, bias: Tensor | None, replayed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Weights, float32, and chosen experts, int64, both [T, per_token], by one launch.
-
-    Of experts that rank equally, the first are chosen.
-
-    Args:
-        logits: [T, experts], contiguous.
-        choice: The rules.
-        bias: float32 [experts], added to the scores for the choice.
-        replayed: int64 [T, per_token], the experts to choose, and a negative number where the logits choose.
-    """
-    (tokens, count), per_token = logits.shape, choice.per_token
-    weights = torch.empty(tokens, per_token, dtype=torch.float32, device=logits.device)
-    chosen = torch.empty(tokens, per_token, dtype=torch.int64, device=logits.device)
-    members = count // choice.groups
-    launch(
-        route_rows,
-        (tokens,),
-        (
-            *(weights, chosen, logits, logits if bias is None else bias),
-            *(chosen if replayed is None else replayed.contiguous(), float(choice.multiplier)),
-        ),
-        GROUPS=choice.groups,
-        GROUPS_PAD=power_of_two(choice.groups),
-        MEMBERS=members,
-        MEMBERS_PAD=power_of_two(members),
-        BEST_GROUPS=choice.best_groups,
-        SUMS_TWO=choice.sums_two,
-        PER_TOKEN=per_token,
-        PER_TOKEN_PAD=power_of_two(per_token),
-        SIGMOID=choice.scores == "sigmoid",
-        BIASED=bias is not None,
-        REPLAYED=replayed is not None,
-        NORMALIZES=choice.normalizes,
-        num_warps=1,
-    )
-    return weights, chosen
+Shared = tuple[Tensor, Tensor | None]
+"""Of the shared expert: the result [T, size], and the logit of its sigmoid gate [T, 1], if it has one."""
 
 
 def process(
@@ -197,6 +146,7 @@ def process(
     rows: int,
     *,
     weights_inputs: bool = False,
+    shared: Shared | None = None,
 ) -> Tensor:
     """The weighted sum of the results of each token's chosen experts: [T, size] to [T, size].
 
@@ -209,6 +159,7 @@ def process(
         first: The number of the first of them.
         rows: One of TILE_ROWS.
         weights_inputs: Whether the weights multiply the inputs instead of the results.
+        shared: That of the shared expert, which is added.
     """
     hidden, weights, chosen = (each.contiguous() for each in (hidden, *routing))
     per_token, size = chosen.shape[1], hidden.shape[1]
@@ -219,28 +170,42 @@ def process(
     widened = _widened(inputs, visits_per_row, visits, networks, rows)
     results = _narrowed(widened, size, visits, networks, rows)
     summed = torch.empty_like(hidden)
+    added, gates = shared or (hidden, None)
     launch(
         sum_visits,
         (len(hidden), -(-size // SUM_BLOCK)),
-        (summed, results, weights, chosen, first),
+        (summed, results, weights, chosen, added.contiguous(), hidden if gates is None else gates.contiguous(), first),
         COUNT=len(networks),
         PER_TOKEN=per_token,
         SIZE=size,
         BLOCK=min(power_of_two(size), SUM_BLOCK),
         WEIGHTED=not weights_inputs,
+        SHARED=shared is not None,
+        GATED=gates is not None,
     )
     return summed
 
 
 def use_kernels(
-    hidden: Tensor, routing: tuple[Tensor, Tensor], networks: ExpertNetworks, first: int, *, weights_inputs: bool
+    hidden: Tensor,
+    routing: tuple[Tensor, Tensor],
+    networks: ExpertNetworks,
+    first: int,
+    *,
+    weights_inputs: bool,
+    gates_shared: bool | None,
+    tiles: Sequence[int] = TILE_ROWS,
 ) -> None:
-    """Launch `process` on a single token, with its routing, for all tiles and numbers of tokens."""
+    """Launch `process` on a single token, with its routing, for all of ``tiles`` and numbers of tokens.
+
+    ``gates_shared``: whether the shared expert has a gate; None: none is added.
+    """
     weights, chosen = routing
-    for tokens, tile_rows in ((1, {TILE_ROWS[0], FIXED_TILE_ROWS}), (2, TILE_ROWS)):
-        for rows in tile_rows:
-            repeated = hidden.repeat(tokens, 1), (weights.repeat(tokens, 1), chosen.repeat(tokens, 1))
-            process(*repeated, networks, first, rows, weights_inputs=weights_inputs)
+    for tokens, tile_rows in ((1, {TILE_ROWS[0], FIXED_TILE_ROWS}), (2, set(TILE_ROWS))):
+        for rows in tile_rows.intersection(tiles):
+            inputs, routed = hidden.repeat(tokens, 1), (weights.repeat(tokens, 1), chosen.repeat(tokens, 1))
+            shared = None if gates_shared is None else (inputs, inputs[:, :1] if gates_shared else None)
+            process(inputs, routed, networks, first, rows, weights_inputs=weights_inputs, shared=shared)
     _sorted(chosen.repeat(SORT_BLOCK + 1, 1), first, len(networks))
 
 

@@ -17,38 +17,81 @@ TANH_SCALE = tl.constexpr(-1.5957691216057308)
 
 
 @triton.jit
-def normalize_rows(
-    output, summed, rows, updates, weight, bias, eps, multiplier,
-    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, KIND: tl.constexpr, ADDS: tl.constexpr,
-):  # fmt: skip
-    """Normalization of rows of SIZE channels. Grid: [rows].
+def normalized(given, weight, bias, eps, channel, exists, SIZE: tl.constexpr, KIND: tl.constexpr):
+    """float32, the norm of the SIZE channels of a row, whose others are zeros.
 
-    ADDS: ``updates`` times ``multiplier`` are added first, and the sums are written to ``summed``; what is normalized
-    is rounded like them. The quotient of RMS is rounded to the type of the rows before it is multiplied with the
-    weight, as in the training of the models; not that of RMS_PLUS_ONE, whose weight is one less than the factor. Other
-    kinds subtract the mean, and have a bias.
+    The quotient of RMS is rounded to the type of the row before it is multiplied with the weight, as in the training of
+    the models; not that of RMS_PLUS_ONE, whose weight is one less than the factor. Other kinds subtract the mean, and
+    have a bias.
     """
-    channel = tl.arange(0, SIZE_PAD)
-    exists = channel < SIZE
-    place = tl.program_id(0).to(tl.int64) * SIZE + channel
-    given = tl.load(rows + place, mask=exists, other=0.0)
-    if ADDS:
-        update = tl.load(updates + place, mask=exists, other=0.0).to(tl.float32)
-        given = (given.to(tl.float32) + multiplier * update).to(given.dtype)
-        tl.store(summed + place, given, mask=exists)
     wide = given.to(tl.float32)
     factor = tl.load(weight + channel, mask=exists, other=0.0).to(tl.float32)
     if KIND == RMS:
         inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide) / SIZE + eps)
-        result = (wide * inverse).to(given.dtype).to(tl.float32) * factor
-    elif KIND == RMS_PLUS_ONE:
+        return (wide * inverse).to(given.dtype).to(tl.float32) * factor
+    if KIND == RMS_PLUS_ONE:
         inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide) / SIZE + eps)
-        result = wide * inverse * (1.0 + factor)
+        return wide * inverse * (1.0 + factor)
+    wide = tl.where(exists, wide - tl.sum(wide) / SIZE, 0.0)
+    inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide) / SIZE + eps)
+    return wide * inverse * factor + tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def normalize_rows(
+    output, summed, rows, updates, weight, bias, update_weight, update_bias, eps, multiplier, row_stride,
+    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, KIND: tl.constexpr, ADDS: tl.constexpr,
+    NORMALIZES_UPDATES: tl.constexpr, NORMALIZES_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Norms of rows of SIZE channels, as in `normalized`; ``rows`` begin at multiples of ``row_stride``. Grid: [rows].
+
+    ADDS: ``updates`` times ``multiplier`` are added first, NORMALIZES_UPDATES: their norms instead, and the sums are
+    written to ``summed``. What is added or normalized is rounded like the rows. Without NORMALIZES_ROWS there is no
+    ``output``.
+    """
+    channel = tl.arange(0, SIZE_PAD)
+    exists = channel < SIZE
+    number = tl.program_id(0).to(tl.int64)
+    place, source = number * SIZE + channel, number * row_stride + channel
+    if ADDS:
+        update = tl.load(updates + place, mask=exists, other=0.0)
+        if NORMALIZES_UPDATES:
+            update = normalized(update, update_weight, update_bias, eps, channel, exists, SIZE, KIND).to(update.dtype)
+        # After the norm of the update, so that the registers have room for one row at a time.
+        given = tl.load(rows + source, mask=exists, other=0.0)
+        given = (given.to(tl.float32) + multiplier * update.to(tl.float32)).to(given.dtype)
+        tl.store(summed + place, given, mask=exists)
     else:
-        wide = tl.where(exists, wide - tl.sum(wide) / SIZE, 0.0)
-        inverse = 1.0 / tl.sqrt_rn(tl.sum(wide * wide) / SIZE + eps)
-        result = wide * inverse * factor + tl.load(bias + channel, mask=exists, other=0.0).to(tl.float32)
-    tl.store(output + place, result.to(output.dtype.element_ty), mask=exists)
+        given = tl.load(rows + source, mask=exists, other=0.0)
+    if NORMALIZES_ROWS:
+        result = normalized(given, weight, bias, eps, channel, exists, SIZE, KIND)
+        tl.store(output + place, result.to(output.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def normalize_part(row, weight, eps, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, KIND: tl.constexpr):
+    """`normalized` of the SIZE channels at ``row``, in place."""
+    channel = tl.arange(0, SIZE_PAD)
+    exists = channel < SIZE
+    given = tl.load(row + channel, mask=exists, other=0.0)
+    result = normalized(given, weight, weight, eps, channel, exists, SIZE, KIND)
+    tl.store(row + channel, result.to(given.dtype), mask=exists)
+
+
+@triton.jit
+def normalize_projections(
+    rows, query_weight, key_weight, eps,
+    QUERIES: tl.constexpr, QUERIES_PAD: tl.constexpr, KEYS: tl.constexpr, KEYS_PAD: tl.constexpr, SIZE: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """RMS or RMS_PLUS_ONE, as in `normalized`, of the first QUERIES channels of each row and of the next KEYS, in
+    place. ``rows`` is [T, SIZE]. Grid: [T, 2].
+    """
+    row = rows + tl.program_id(0).to(tl.int64) * SIZE
+    if tl.program_id(1) == 0:
+        normalize_part(row, query_weight, eps, QUERIES, QUERIES_PAD, KIND)
+    else:
+        normalize_part(row + QUERIES, key_weight, eps, KEYS, KEYS_PAD, KIND)
 
 
 @triton.jit
@@ -57,7 +100,7 @@ def normalize_heads(
     QUERY_HEADS: tl.constexpr, NORMALIZED: tl.constexpr, ALL: tl.constexpr, WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr, KIND: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """RMS or RMS_PLUS_ONE, as in `normalize_rows`, of the first NORMALIZED of ALL heads of each token, in place.
+    """RMS or RMS_PLUS_ONE, as in `normalized`, of the first NORMALIZED of ALL heads of each token, in place.
 
     ``heads`` is [T, ALL, WIDTH]; the first QUERY_HEADS have another weight than the others. Grid: [T, NORMALIZED /
     BLOCK_H].
@@ -95,18 +138,38 @@ def activated(wide, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def gate_rows(output, gates_and_values, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
-    """``activation(gate) * value`` of rows with SIZE gates and then SIZE values. Grid: [rows, SIZE / BLOCK].
+def rounded(wide, like):
+    """float32 with the precision of the elements of ``like``."""
+    return wide.to(like.dtype.element_ty).to(tl.float32)
 
-    The activation is one of `activated`.
+
+@triton.jit
+def combined(gate, value, like, alpha, limit, ACTIVATION: tl.constexpr, CLAMPED: tl.constexpr):
+    """``activation(gate) * value`` of float32 values, rounded like ``like`` between the operations, not in the end.
+
+    The activation is one of `activated`. CLAMPED: that of `ClampedGate` instead.
     """
+    if CLAMPED:
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        value = tl.clamp(value, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+        opened = rounded(1.0 / (1.0 + tl.exp(-rounded(alpha * gate, like))), like)
+        return rounded(gate * opened, like) * rounded(value + 1.0, like)
+    return rounded(activated(gate, ACTIVATION), like) * value
+
+
+@triton.jit
+def gate_rows(
+    output, gates_and_values, alpha, limit,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, CLAMPED: tl.constexpr,
+):  # fmt: skip
+    """`combined` of rows with SIZE gates and then SIZE values. Grid: [rows, SIZE / BLOCK]."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = channel < SIZE
     gate = tl.load(gates_and_values + row * 2 * SIZE + channel, mask=exists, other=0.0)
     value = tl.load(gates_and_values + row * 2 * SIZE + SIZE + channel, mask=exists, other=0.0)
-    opened = activated(gate.to(tl.float32), ACTIVATION).to(gate.dtype).to(tl.float32)
-    tl.store(output + row * SIZE + channel, (opened * value.to(tl.float32)).to(output.dtype.element_ty), mask=exists)
+    result = combined(gate.to(tl.float32), value.to(tl.float32), output, alpha, limit, ACTIVATION, CLAMPED)
+    tl.store(output + row * SIZE + channel, result.to(output.dtype.element_ty), mask=exists)
 
 
 @triton.jit(do_not_specialize=["first", "count"])

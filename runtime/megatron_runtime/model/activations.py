@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_runtime.model.shard import Shard
 
 _RESIDUAL_COPIES = 4
-"""The residual path, its sum with a layer's output, and the input and the output of a layer."""
+"""The residual path before a layer and after its attention, and the norms of both."""
 
 
 def activation_elements(shard: Shard) -> int:

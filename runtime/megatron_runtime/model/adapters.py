@@ -8,7 +8,7 @@ import torch
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.device_memory import describe_shortage
+from megatron_runtime.model.device_memory import describe_shortage, is_device_shortage
 from megatron_runtime.model.lora.adapter import Adapter
 from megatron_runtime.model.refit import READ_TIMEOUT
 
@@ -37,13 +37,13 @@ def load_adapter(
     try:
         adapter = slots.read(path, max_rank)
         slots.put(slot, adapter)
-    except torch.OutOfMemoryError as error:
-        shortage = describe_shortage("while it loaded an adapter", device or model.device, error)
-        failure = CheckpointError(
-            f"{path}: {shortage}; lower --kv-cache-memory, or load fewer adapters or some of a lower rank"
-        )
     except Exception as error:  # Any error, so that the other ranks do not use an adapter that this rank can't.
         failure = error
+        if is_device_shortage(error):
+            shortage = describe_shortage("while it loaded an adapter", device or model.device, error)
+            failure = CheckpointError(
+                f"{path}: {shortage}; lower --kv-cache-memory, or load fewer adapters or some of a lower rank"
+            )
     shared = model.ranks.first_error(None if failure is None else str(failure) or repr(failure), READ_TIMEOUT)
     if failure is not None:
         raise failure if isinstance(failure, CheckpointError) else CheckpointError(f"{path}: {failure}") from failure

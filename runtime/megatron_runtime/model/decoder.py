@@ -11,7 +11,7 @@ from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.attention import plan_attention
 from megatron_runtime.model.attention_kind import attention_kind
 from megatron_runtime.model.config import ModelConfig
-from megatron_runtime.model.decoder_layer import DecoderLayer, SingleMixerLayer, make_layer
+from megatron_runtime.model.decoder_layer import DecoderLayer, NumberedLayer, SingleMixerLayer, make_layer
 from megatron_runtime.model.embedding import Embedding
 from megatron_runtime.model.formats.origin import Origin
 from megatron_runtime.model.formats.quantized_weights import KeptKind
@@ -24,6 +24,7 @@ from megatron_runtime.model.kernels import cpu_attention, row_kernels, tile_prod
 from megatron_runtime.model.kernels.gpu_attention import cache_dtype
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.lora.adapter_slots import AdapterSlots
+from megatron_runtime.model.norms import NO_NORM
 from megatron_runtime.model.packed_linear import can_pack, pack_linears
 from megatron_runtime.model.placements import Placement, layer_placements, norm_placements, whole
 from megatron_runtime.model.positions import Positions
@@ -68,6 +69,7 @@ class Decoder(nn.Module):
             if self.ranks.position.computes_logits:
                 tied = self.embedding if config.tie_word_embeddings else None
                 self.head = Head(self.shard, dtype, self.ranks, None if tied is None else tied.table)
+        self._numbered_layers = self._number_layers()
         self.is_packed = False
         """Whether `prepare` has packed the weights for the matrix kernels."""
         self.is_shared = False
@@ -109,16 +111,18 @@ class Decoder(nn.Module):
         if self.adapters is not None:
             self.adapters.begin(batch.adapters)
         hidden = self._begin(batch)
-        for index, (number, layer) in enumerate(zip(self.shard.layers, self.layers, strict=True)):
+        normed = self._numbered_layers[0].layer.input_norm(hidden)
+        for index, (number, layer, next_norm) in enumerate(self._numbered_layers):
             used = plan if self.config.recurrence_of(number) is None else recurrence
-            hidden = layer(hidden, positions[number], used, kv_cache.layer(index), tape)
+            cache = kv_cache.layer(index)
+            hidden, normed = layer(hidden, normed, positions[number], used, cache, next_norm, tape)
         if self.head is None:
             if not self.ranks.position.is_last_stage:
                 self.ranks.send(hidden)
             return None
         if pool is not None:
-            pool.add(hidden, self.head.norm)
-        logits: Tensor | None = self.head(hidden if batch.logit_rows is None else hidden[batch.logit_rows])
+            pool.add(normed)
+        logits: Tensor | None = self.head(normed if batch.logit_rows is None else normed[batch.logit_rows])
         return logits
 
     def prepare(self) -> None:
@@ -151,8 +155,8 @@ class Decoder(nn.Module):
         elif block_size_tokens is not None:
             cached = cache_dtype(kv_cache_dtype, self.config, self.dtype, self.device)
             cache = KVCache(self.shard.cache_config, 1, block_size_tokens, cached, self.device)
-            layers = list(zip(self.shard.layers, self.layers, strict=True))
             vocabulary = self.config.vocab_size if self.ranks.has_logits else None
+            layers = self._numbered_layers
             use_kernels(self, self.dtype, layers, self.positions, cache, vocabulary, self.flashinfer)
 
     def use_adapters(self, device: torch.device | None = None) -> AdapterSlots:
@@ -214,11 +218,17 @@ class Decoder(nn.Module):
             table = names.embedding if self.config.tie_word_embeddings else names.head
             if f"{table}.weight" not in named:
                 named[f"{table}.weight"] = Placement(self.head.weight, rows, matrix_of=self.head)
-        for number, layer in zip(self.shard.layers, self.layers, strict=True):
-            assert isinstance(layer, DecoderLayer | SingleMixerLayer)
+        for number, layer, _ in self._numbered_layers:
             prefix = names.layer.format(number)
             named |= {prefix + name: place for name, place in layer_placements(layer, names, self.shard)}
         return named
+
+    def _number_layers(self) -> list[NumberedLayer]:
+        """The layers of this rank. Without a head no norm follows the last one: the next stage begins with it."""
+        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer | SingleMixerLayer)]
+        last_norm = NO_NORM if self.head is None else self.head.norm
+        norms = [*(layer.input_norm for layer in layers[1:]), last_norm]
+        return [NumberedLayer(*each) for each in zip(self.shard.layers, layers, norms, strict=True)]
 
     def _begin(self, batch: ForwardBatch) -> Tensor:
         if self.embedding is None:

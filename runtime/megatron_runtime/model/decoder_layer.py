@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +15,7 @@ from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.latent_attention import MLASelfAttention
 from megatron_runtime.model.layers import FeedForward
 from megatron_runtime.model.mamba import Mamba2
-from megatron_runtime.model.norms import Norm, add_and_normalize, make_norm
+from megatron_runtime.model.norms import NO_NORM, Norm, add_and_normalize, make_norm
 from megatron_runtime.model.positions import LayerPositions
 from megatron_runtime.model.recurrence import RecurrentPlan
 from megatron_runtime.model.recurrent_config import GatedDeltaConfig, Mamba2Config
@@ -31,6 +33,8 @@ class DecoderLayer(nn.Module):
     layer has a recurrence in the place of attention.
 
     Each rank that shares the layer has the whole residual path, and computes parts of the values that are added to it.
+    A layer gets the path with the norm of it, and returns both for what follows: on a GPU the kernel of a sum computes
+    the norm of the sum too.
     """
 
     def __init__(self, shard: Shard, layer: int, dtype: torch.dtype, ranks: Ranks) -> None:
@@ -41,6 +45,7 @@ class DecoderLayer(nn.Module):
             wanted = config.norm_placement in placements
             return make_norm(config, config.hidden_size, dtype) if wanted else nn.Identity()
 
+        self.hidden_size = config.hidden_size
         self.residual_multiplier = config.residual_multiplier
         self.attention_norm = norm("before", "around")
         self.attention = make_attention(shard, layer, dtype, ranks)
@@ -51,26 +56,50 @@ class DecoderLayer(nn.Module):
         self.sum_parts = ranks.sum
         self.sum_feed_forward = ranks.sum_experts if isinstance(self.feed_forward, Experts) else ranks.sum
         self.feed_forward_output_norm = norm("after", "around")
+        if not self.is_parallel:  # Otherwise both parts are needed at the same time.
+            if isinstance(self.attention, SelfAttention | MLASelfAttention):
+                self.attention.output.memory_for_part = ranks.memory_for_part
+            if isinstance(self.feed_forward, FeedForward):
+                self.feed_forward.down.memory_for_part = ranks.memory_for_part
+
+    @property
+    def input_norm(self) -> Norm | nn.Identity:
+        """The norm of ``normed``, which the layer before computes."""
+        return self.attention_norm
 
     def forward(
         self,
         hidden: Tensor,
+        normed: Tensor,
         positions: LayerPositions,
         plan: AttentionPlan | RecurrentPlan,
         cache: LayerCache,
+        next_norm: Norm | nn.Identity,
         tape: RoutingTape | None = None,
-    ) -> Tensor:
-        """[T, hidden] to [T, hidden]."""
-        normed = self.attention_norm(hidden)
-        attended = self.attention(normed, positions, plan, cache)
+    ) -> tuple[Tensor, Tensor]:
+        """The residual path and `input_norm` of it to the path after this layer and ``next_norm`` of that: each is
+        [T, hidden].
+        """
         if self.is_parallel:
-            update = self.attention_output_norm(self.sum_parts(attended + self.feed_forward(normed)))
-            return hidden.add(update, alpha=self.residual_multiplier)
-        attended = self.attention_output_norm(self.sum_parts(attended))
-        hidden, normed = add_and_normalize(hidden, attended, self.residual_multiplier, self.feed_forward_norm)
+            attended = self.attention(normed, positions, plan, cache)
+            update = self.sum_parts(attended + self.feed_forward(normed))
+            return self._add(hidden, update, self.attention_output_norm, next_norm)
+        attended = self.sum_parts(self.attention(normed, positions, plan, cache))
+        hidden, normed = self._add(hidden, attended, self.attention_output_norm, self.feed_forward_norm)
+        del attended  # So that the feed-forward network can use its memory.
         is_recorded = tape is not None and isinstance(self.feed_forward, Experts)
         fed = self.sum_feed_forward(self.feed_forward(normed, tape) if is_recorded else self.feed_forward(normed))
-        return hidden.add(self.feed_forward_output_norm(fed), alpha=self.residual_multiplier)
+        return self._add(hidden, fed, self.feed_forward_output_norm, next_norm)
+
+    def use_norms(self, rows: Tensor, next_norm: Norm | nn.Identity) -> None:
+        """Launch the kernels of sums and norms on rows [T, hidden], which are on a GPU."""
+        self._add(rows, rows, self.attention_output_norm, self.feed_forward_norm)
+        self._add(rows, rows, self.feed_forward_output_norm, next_norm)
+
+    def _add(
+        self, hidden: Tensor, update: Tensor, update_norm: Norm | nn.Identity, next_norm: Norm | nn.Identity
+    ) -> tuple[Tensor, Tensor]:
+        return add_and_normalize(hidden, update, self.residual_multiplier, update_norm, next_norm)
 
 
 class SingleMixerLayer(nn.Module):
@@ -87,23 +116,39 @@ class SingleMixerLayer(nn.Module):
         self.mixer: Attention | FeedForward | Experts = make(shard, layer, dtype, ranks)
         self.sum_parts = ranks.sum_experts if isinstance(self.mixer, Experts) else ranks.sum
 
+    @property
+    def input_norm(self) -> Norm:
+        """As that of DecoderLayer."""
+        return self.norm
+
     def forward(
         self,
         hidden: Tensor,
+        normed: Tensor,
         positions: LayerPositions,
         plan: AttentionPlan | RecurrentPlan,
         cache: LayerCache,
+        next_norm: Norm | nn.Identity,
         tape: RoutingTape | None = None,
-    ) -> Tensor:
-        """[T, hidden] to [T, hidden]."""
-        normed = self.norm(hidden)
+    ) -> tuple[Tensor, Tensor]:
+        """As `DecoderLayer.forward`."""
         if isinstance(self.mixer, Experts):
             update = self.mixer(normed, tape)
         elif isinstance(self.mixer, FeedForward):
             update = self.mixer(normed)
         else:
             update = self.mixer(normed, positions, plan, cache)
-        return hidden.add(self.sum_parts(update), alpha=self.residual_multiplier)
+        return add_and_normalize(hidden, self.sum_parts(update), self.residual_multiplier, NO_NORM, next_norm)
+
+
+class NumberedLayer(NamedTuple):
+    """A layer with what the decoder knows of its place."""
+
+    number: int
+    """In the whole model."""
+    layer: DecoderLayer | SingleMixerLayer
+    next_norm: Norm | nn.Identity
+    """That of the next layer's input, or the last one, of the head."""
 
 
 def make_layer(shard: Shard, layer: int, dtype: torch.dtype, ranks: Ranks) -> DecoderLayer | SingleMixerLayer:

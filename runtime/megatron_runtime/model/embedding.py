@@ -50,10 +50,10 @@ class Embedding(nn.Module):
     def forward(self, batch: ForwardBatch) -> Tensor:
         """[T, hidden]."""
         if self.quantized is None and has_gpu_row_kernels(self.table):
-            hidden = self.look_up_on_gpu(batch)
             if self._is_whole:
-                return hidden
-            hidden = self._ranks.sum(hidden)
+                return self.look_up_on_gpu(batch)
+            memory = self._ranks.memory_for_part((len(batch.tokens), self.table.shape[1]), self._dtype)
+            hidden = self._ranks.sum(self.look_up_on_gpu(batch, memory))
         else:
             hidden = self._rows(batch.tokens) if self._is_whole else self._look_up(batch.tokens)
             if self._multiplier != 1.0:
@@ -62,15 +62,15 @@ class Embedding(nn.Module):
             hidden = hidden + functional.embedding(batch.positions, self.learned_positions)
         return hidden
 
-    def look_up_on_gpu(self, batch: ForwardBatch) -> Tensor:
+    def look_up_on_gpu(self, batch: ForwardBatch, output: Tensor | None = None) -> Tensor:
         """The rows of this rank with their multiplier, and zeros for the others; with learned positions if this rank
-        has all rows."""
+        has all rows. ``output``: memory for the result."""
         from megatron_runtime.gpu import rows  # Triton is not needed on other devices.
 
         learned = None
         if self._is_whole and self.learned_positions is not None:
             learned = self.learned_positions, batch.positions
-        return rows.look_up(batch.tokens, self.table, self._tokens.start, self._multiplier, learned)
+        return rows.look_up(batch.tokens, self.table, self._tokens.start, self._multiplier, learned, output)
 
     def _look_up(self, tokens: Tensor) -> Tensor:
         """The rows of this rank, and zeros for the others. Exactly one rank has each row, so the sum is exact."""

@@ -1,4 +1,4 @@
-"""From the output of the last layer to logits."""
+"""From the output of the last norm to logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from megatron_runtime.parallel.ranks import Ranks
 
 
 class Head(nn.Module):
-    """The last norm, and a table of the vocabulary, whose rows are divided among the ranks of a layer.
+    """The last norm, which the last layer computes with its sum, and a table of the vocabulary, whose rows are divided
+    among the ranks of a layer.
 
     Args:
         shard: The part on this rank.
@@ -44,13 +45,11 @@ class Head(nn.Module):
         """The rows on this rank, [tokens here, hidden]; a copy once they are packed."""
         return self.table if self._packed is None else self._packed.weight
 
-    def forward(self, hidden: Tensor) -> Tensor | None:
-        """[L, hidden] to logits, float32 [L, vocab]; None on ranks of the layer that do not get them."""
-        normalized = self.norm(hidden)
-        if self._packed is None:
-            logits = linear(normalized, self.table, None, self.rows_together)
-        else:
-            logits = self._packed(normalized)
+    def forward(self, normed: Tensor) -> Tensor | None:
+        """[L, hidden] after the last norm to logits, float32 [L, vocab]; None on ranks of the layer that do not get
+        them.
+        """
+        logits = linear(normed, self.table, None, self.rows_together) if self._packed is None else self._packed(normed)
         gathered = self._ranks.gather(logits, self._widths)
         return None if gathered is None else self._finish(gathered)
 

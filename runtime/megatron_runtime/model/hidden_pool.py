@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -28,12 +26,12 @@ class HiddenPool:
         self._count = count
         self._sums: Tensor | None = None
 
-    def add(self, hidden: Tensor, norm: Callable[[Tensor], Tensor]) -> None:
-        """Add the rows of the last layer's output, [T, hidden size], after the last norm."""
+    def add(self, hidden: Tensor) -> None:
+        """Add the rows of hidden states, [T, hidden size]."""
         self._sums = torch.zeros(self._count, hidden.shape[1], dtype=torch.float64, device=hidden.device)
         for start in range(0, len(self._rows), _PIECE):
             rows, owners = (each[start : start + _PIECE] for each in (self._rows, self._owners))
-            self._sums.index_add_(0, owners, norm(hidden[rows]).double())
+            self._sums.index_add_(0, owners, hidden[rows].double())
 
     def sums(self) -> list[list[float]]:
         """[count][hidden size], on the host."""

@@ -1,7 +1,7 @@
 """Uses each kernel for GPUs that a model needs once, so that it is compiled before the first request.
 
 Triton compiles a kernel for each combination of its constants. Those of these kernels depend on the model, on the block
-size of the KV cache, and on three kinds of batches: single tokens with short or long contexts, and prompts.
+size of the KV cache, and on four kinds of batches: single tokens and prompts, each with short or long contexts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_runtime.model.attention import AttentionPlan, plan_attention
-from megatron_runtime.model.decoder_layer import DecoderLayer, SingleMixerLayer
+from megatron_runtime.model.decoder_layer import DecoderLayer, NumberedLayer
 from megatron_runtime.model.embedding import Embedding
 from megatron_runtime.model.experts import Experts
 from megatron_runtime.model.forward_batch import ForwardBatch
@@ -22,7 +22,7 @@ from megatron_runtime.model.kernels.row_kernels import has_row_kernels
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.latent_attention import MLASelfAttention
 from megatron_runtime.model.layers import FeedForward
-from megatron_runtime.model.norms import LayerNorm, Norm, RMSNorm, SharedRMSNorm, add_and_normalize
+from megatron_runtime.model.norms import LayerNorm, RMSNorm, SharedRMSNorm
 from megatron_runtime.model.positions import LayerPositions, Positions
 from megatron_runtime.model.quantized.float8_linear import Float8Linear
 from megatron_runtime.model.self_attention import SelfAttention
@@ -38,7 +38,7 @@ NOT_STORED = -1
 def use_kernels(
     model: nn.Module,
     dtype: torch.dtype,
-    layers: Iterable[tuple[int, nn.Module]],
+    layers: Iterable[NumberedLayer],
     positions: Positions,
     cache: KVCache,
     sampled_vocabulary: int | None,
@@ -49,7 +49,7 @@ def use_kernels(
     Args:
         model: All modules of this rank.
         dtype: Of the weights.
-        layers: The layers of this rank with their numbers in the whole model.
+        layers: The layers of this rank.
         positions: Their rotations.
         cache: On the same device, of at least one block; it is not written to.
         sampled_vocabulary: The number of logits of a row, if this rank samples.
@@ -60,7 +60,7 @@ def use_kernels(
         torch.cuda.set_device(device)  # of this thread
     if not has_row_kernels(torch.empty(0, dtype=dtype, device=device)):
         return
-    _use_row_kernels(model.modules(), dtype, device)
+    _use_row_kernels(model.modules(), layers, dtype, device)
     linears = {module.kernel_key: module for module in model.modules() if isinstance(module, Float8Linear)}
     for linear in linears.values():
         linear.use_kernels()
@@ -70,35 +70,34 @@ def use_kernels(
                 module.look_up_on_gpu(batch)
         _attend(plan_attention(batch, cache, flashinfer), batch, dtype, layers, positions, cache)
     if sampled_vocabulary is not None:
-        from megatron_runtime.gpu import sampling
+        from megatron_runtime.gpu import penalties, sampling
 
         sampling.use_kernels(sampled_vocabulary, device)
+        penalties.use_kernels(sampled_vocabulary, device)
 
 
-def _use_row_kernels(modules: Iterable[nn.Module], dtype: torch.dtype, device: torch.device) -> None:
-    done: set[tuple[type[nn.Module], int]] = set()
+def _use_row_kernels(
+    modules: Iterable[nn.Module], layers: Iterable[NumberedLayer], dtype: torch.dtype, device: torch.device
+) -> None:
+    done: set[tuple[object, int]] = set()
 
-    def use(kind: type[nn.Module], size: int, kernel: Callable[[Tensor], object]) -> None:
+    def use(kind: object, size: int, kernel: Callable[[Tensor], object]) -> None:
         if (kind, size) not in done:
             done.add((kind, size))
             kernel(torch.zeros(1, size, dtype=dtype, device=device))
 
+    for _, layer, next_norm in layers:
+        if isinstance(layer, DecoderLayer):
+            use((DecoderLayer, type(next_norm)), layer.hidden_size, partial(layer.use_norms, next_norm=next_norm))
     for module in modules:
-        if isinstance(module, DecoderLayer) and not isinstance(module.feed_forward_norm, nn.Identity):
-            norm = module.feed_forward_norm
-            use(DecoderLayer, len(norm.weight), partial(_add_and_normalize, norm))
-        elif isinstance(module, RMSNorm | LayerNorm) and not isinstance(module, SharedRMSNorm):
+        if isinstance(module, RMSNorm | LayerNorm) and not isinstance(module, SharedRMSNorm):
             use(type(module), len(module.weight), module)
         elif isinstance(module, FeedForward):
             use(FeedForward, len(module.gate_up.weight), module.combine)
-        elif isinstance(module, SelfAttention) and not module.norms_whole_projection:
+        elif isinstance(module, SelfAttention) and not isinstance(module.query_norm, SharedRMSNorm):
             use(SelfAttention, sum(module.heads) * module.head_dim, partial(_normalize_heads, module))
         elif isinstance(module, Experts):
             use(Experts, module.hidden_size, module.use_kernels)
-
-
-def _add_and_normalize(norm: Norm, rows: Tensor) -> None:
-    add_and_normalize(rows, rows, 1.0, norm)
 
 
 def _normalize_heads(attention: SelfAttention, rows: Tensor) -> None:
@@ -109,14 +108,13 @@ def _attend(
     plan: AttentionPlan,
     batch: ForwardBatch,
     dtype: torch.dtype,
-    layers: Iterable[tuple[int, nn.Module]],
+    layers: Iterable[NumberedLayer],
     positions: Positions,
     cache: KVCache,
 ) -> None:
     prepared = positions(batch.positions)
     done: set[tuple[int, bool]] = set()
-    for index, (number, layer) in enumerate(layers):
-        assert isinstance(layer, DecoderLayer | SingleMixerLayer)
+    for index, (number, layer, _) in enumerate(layers):
         attention = layer.attention if isinstance(layer, DecoderLayer) else layer.mixer
         rotation = prepared[number].rotation
         if not isinstance(attention, SelfAttention | MLASelfAttention):
@@ -146,16 +144,15 @@ def _attend_to_latents(
     def zeros(*sizes: int) -> Tensor:
         return torch.zeros(tokens, *sizes, dtype=cache.dtype, device=cache.device)
 
-    rows = attention.empty_rows(zeros(1))
-    attention.fill(rows.zero_(), zeros(attention.heads, attention.head_dim), zeros(rows.shape[2]))
-    attention.attend(rows, positions, plan, cache.layer(index))
+    _, compressed = attention.split(zeros(attention.down_width))
+    attention.attend(zeros(attention.heads, attention.head_dim), compressed, positions, plan, cache.layer(index))
 
 
 def _batches(block_size_tokens: int, device: torch.device) -> Iterator[ForwardBatch]:
     """One request in each, whose blocks are all the first one."""
     from megatron_runtime.gpu.attention import SPLIT
 
-    for tokens, context in ((1, 1), (1, SPLIT + 1), (2, 2)):
+    for tokens, context in ((1, 1), (1, SPLIT + 1), (2, 2), (2, SPLIT + 2)):
         yield ForwardBatch(
             tokens=_filled(0, tokens, torch.int64, device),
             positions=_filled(0, tokens, torch.int64, device),

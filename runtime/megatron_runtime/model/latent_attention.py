@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from megatron_runtime.model.attention import AttentionPlan
 from megatron_runtime.model.host_memory import empty_matrix
+from megatron_runtime.model.kernels.gpu_attention import GpuAttention
 from megatron_runtime.model.kernels.latent_products import absorb, expand
-from megatron_runtime.model.kernels.row_kernels import has_gpu_row_kernels
 from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.layers import Linear
 from megatron_runtime.model.norms import RMSNorm
@@ -29,9 +29,6 @@ class MLASelfAttention(nn.Module):
     uninitialized.
     """
 
-    rows_together: int | None = None
-    """As ``rows`` of `products.linear`, of the products with the matrices of single heads."""
-
     def __init__(self, shard: Shard, layer: int, dtype: torch.dtype) -> None:
         super().__init__()
         config, latent = shard.local, shard.local.latent_attention
@@ -44,15 +41,12 @@ class MLASelfAttention(nn.Module):
         # The kernels divide by the square root of the key width, which differs from the head dimension of the model.
         scale = self.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         self.query_multiplier = scale * math.sqrt(rotated + rank)
-        self.query_down: Linear | None = None
-        self.query_down_norm: RMSNorm | None = None
-        columns = hidden
-        if latent.q_lora_rank is not None:
-            columns = latent.q_lora_rank
-            self.query_down = Linear(hidden, columns, bias=config.qkv_bias, dtype=dtype)
-            self.query_down_norm = RMSNorm(columns, latent.norm_eps, dtype)
-        self.query_up = Linear(columns, self.heads * self.head_dim, bias=False, dtype=dtype)
-        self.kv_down = Linear(hidden, rank + rotated, bias=config.qkv_bias, dtype=dtype)
+        self.query_rank = latent.q_lora_rank or 0
+        self.down_width = self.query_rank + rank + rotated
+        self.down = Linear(hidden, self.down_width, bias=config.qkv_bias, dtype=dtype)
+        """The projections to the latent of the queries, if there is one, and to that of keys and values."""
+        self.query_down_norm = RMSNorm(self.query_rank, latent.norm_eps, dtype) if self.query_rank else None
+        self.query_up = Linear(self.query_rank or hidden, self.heads * self.head_dim, bias=False, dtype=dtype)
         self.kv_down_norm = RMSNorm(rank, latent.norm_eps, dtype)
         self.kv_up = empty_matrix(self.heads * (latent.qk_nope_head_dim + latent.v_head_dim), rank, dtype)
         """Of each head, the rows that project a latent to its key, then those that project it to its value."""
@@ -60,56 +54,56 @@ class MLASelfAttention(nn.Module):
 
     def forward(self, hidden: Tensor, positions: LayerPositions, plan: AttentionPlan, cache: LayerCache) -> Tensor:
         """[T, hidden] to [T, hidden]."""
-        rows = self.empty_rows(hidden)
-        queries, compressed, up = self._project_queries(hidden), self.kv_down(hidden), self._up()
-        absorb(queries, up, rows, self.query_multiplier, self.rows_together)
-        self.fill(rows, queries, compressed)
-        seen = self.attend(rows, positions, plan, cache)
-        values = expand(seen, up, self.latent.v_head_dim, self.rows_together)
+        query_latents, compressed = self.split(self.down(hidden))
+        queries: Tensor = self.query_up(hidden if query_latents is None else query_latents)
+        queries = queries.view(len(hidden), self.heads, self.head_dim)
+        values = self.attend(queries, compressed, positions, plan, cache)
         projected: Tensor = self.output(values.flatten(1))
         return projected
 
-    def empty_rows(self, hidden: Tensor) -> Tensor:
-        """[T, heads + 1, rotated + latent]: the queries of all heads, then the key that they share.
+    def split(self, projected: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The normalized latents of the queries, [T, query latent], if there are any, and those of keys and values with
+        the channels to rotate, [T, latent + rotated], from the results of ``down``."""
+        if self.query_down_norm is None:
+            return None, projected
+        return self.query_down_norm(projected[:, : self.query_rank]), projected[:, self.query_rank :]
 
-        In each row the channels to rotate come first.
-        """
-        width = self.latent.qk_rope_head_dim + self.latent.kv_lora_rank
-        return hidden.new_empty(len(hidden), self.heads + 1, width)
-
-    def fill(self, rows: Tensor, queries: Tensor, compressed: Tensor) -> None:
-        """Write all but the latent channels of the queries into rows.
+    def attend(
+        self, queries: Tensor, compressed: Tensor, positions: LayerPositions, plan: AttentionPlan, cache: LayerCache
+    ) -> Tensor:
+        """The values that the queries see: [T, heads, value width].
 
         Args:
-            rows: As of `empty_rows`.
             queries: [T, heads, head_dim].
-            compressed: [T, latent + rotated].
+            compressed: [T, latent + rotated], also as a part of wider rows.
+            positions: Of the tokens.
+            plan: Of the batch.
+            cache: Of this layer.
         """
-        norm, rotated = self.kv_down_norm, self.latent.qk_rope_head_dim
-        if has_gpu_row_kernels(rows):
-            from megatron_runtime.gpu import latent_attention  # Triton is not needed on other devices.
+        up, scoring = self.kv_up.view(self.heads, -1, self.latent.kv_lora_rank), (self.window, self.soft_cap)
+        if isinstance(plan, GpuAttention):
+            from megatron_runtime.gpu.latent_attention import LatentMatrices  # Triton is not needed on other devices.
 
-            arrays, is_interleaved = (rows, queries, compressed, norm.weight), self.latent.rope_interleave
-            latent_attention.fill_rows(*arrays, norm.eps, self.query_multiplier, is_interleaved=is_interleaved)
-            return
+            norm = self.kv_down_norm.weight, self.kv_down_norm.eps
+            matrices = LatentMatrices(
+                up, norm, self.query_multiplier, self.latent.v_head_dim, is_interleaved=self.latent.rope_interleave
+            )
+            return plan.attend_latents(queries, compressed, matrices, positions.rotation, cache, *scoring)
+        rows = self._rows(queries, compressed)
+        absorb(queries, up, rows, self.query_multiplier)
+        seen = plan.attend(rows, positions.rotation, cache, *scoring, value_width=self.latent.kv_lora_rank)
+        return expand(seen, up, self.latent.v_head_dim)
+
+    def _rows(self, queries: Tensor, compressed: Tensor) -> Tensor:
+        """[T, heads + 1, rotated + latent]: the queries of all heads without the channels for latents, then the key
+        that they share. In each row the channels to rotate come first.
+        """
+        rotated = self.latent.qk_rope_head_dim
+        rows = compressed.new_empty(len(compressed), self.heads + 1, rotated + self.latent.kv_lora_rank)
         rows[:, :-1, :rotated] = self._halves(queries[..., -rotated:]) * self.query_multiplier
         rows[:, -1, :rotated] = self._halves(compressed[:, -rotated:])
-        rows[:, -1, rotated:] = norm(compressed[:, :-rotated])
-
-    def attend(self, rows: Tensor, positions: LayerPositions, plan: AttentionPlan, cache: LayerCache) -> Tensor:
-        """The means of latents that the queries in filled rows see: [T, heads, latent]."""
-        rank = self.latent.kv_lora_rank
-        return plan.attend(rows, positions.rotation, cache, self.window, self.soft_cap, value_width=rank)
-
-    def _up(self) -> Tensor:
-        return self.kv_up.view(self.heads, -1, self.latent.kv_lora_rank)
-
-    def _project_queries(self, hidden: Tensor) -> Tensor:
-        """[T, heads, head_dim]."""
-        if self.query_down is not None and self.query_down_norm is not None:
-            hidden = self.query_down_norm(self.query_down(hidden))
-        queries: Tensor = self.query_up(hidden)
-        return queries.view(len(hidden), self.heads, self.head_dim)
+        rows[:, -1, rotated:] = self.kv_down_norm(compressed[:, :-rotated])
+        return rows
 
     def _halves(self, channels: Tensor) -> Tensor:
         """The channels to rotate in the order of `rotate`, which pairs the first half with the second."""

@@ -6,7 +6,7 @@ and the output is a part of a sum over the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.host_memory import empty_matrix
-from megatron_runtime.model.kernels.row_kernels import gated_silu, has_gpu_row_kernels, has_row_kernels
-from megatron_runtime.model.products import linear
+from megatron_runtime.model.kernels.row_kernels import gated_silu, has_cpu_row_kernels, has_gpu_row_kernels
+from megatron_runtime.model.products import linear, write_linear
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -31,6 +31,8 @@ class Linear(nn.Module):
 
     rows_together: int | None = None
     """As ``rows`` of `products.linear`."""
+    memory_for_part: Callable[[Sequence[int], torch.dtype], Tensor | None] | None = None
+    """Of results that are parts of a sum over ranks, as in `ranks.Ranks`. The sum has to follow at once."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -39,6 +41,10 @@ class Linear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
+        if self.memory_for_part is not None and self.rows_together is None:
+            output = self.memory_for_part((*inputs.shape[:-1], len(self.weight)), inputs.dtype)
+            if output is not None:
+                return write_linear(output, inputs, self.weight, self.bias)
         return linear(inputs, self.weight, self.bias, self.rows_together)
 
 
@@ -68,17 +74,18 @@ class FeedForward(nn.Module):
 
     def combine(self, widened: Tensor) -> Tensor:
         """The input of ``down`` from the output of ``gate_up``."""
-        if self.clamped_gate is not None:
-            gate, up = widened.chunk(2, dim=-1)
-            alpha, limit = self.clamped_gate.alpha, self.clamped_gate.limit
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            return gate * torch.sigmoid(alpha * gate) * (up + 1)
-        if self.is_silu_gated and has_row_kernels(widened):
-            return gated_silu(widened)
-        if self.gated and has_gpu_row_kernels(widened):
+        clamped = None if self.clamped_gate is None else (self.clamped_gate.alpha, self.clamped_gate.limit)
+        if (self.gated or clamped is not None) and has_gpu_row_kernels(widened):
             from megatron_runtime.gpu import rows  # Triton is not needed on other devices.
 
-            return rows.gated(widened, self.activation)
+            return rows.gated(widened, self.activation, clamped)
+        if clamped is not None:
+            alpha, limit = clamped
+            gate, up = widened.chunk(2, dim=-1)
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            return gate * torch.sigmoid(alpha * gate) * (up + 1)
+        if self.is_silu_gated and has_cpu_row_kernels(widened):
+            return gated_silu(widened)
         if self.gated:
             gate, up = widened.chunk(2, dim=-1)
             return self.activate(gate) * up

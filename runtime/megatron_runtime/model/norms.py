@@ -102,6 +102,8 @@ class LayerNormWithoutBias(nn.Module):
 
 
 Norm = RMSNorm | LayerNorm | LayerNormWithoutBias
+NO_NORM = nn.Identity()
+"""Where a model has no norm."""
 _KINDS: dict[str, type[Norm]] = {
     "rms": RMSNorm,
     "rms_plus_one": RMSNormPlusOne,
@@ -114,15 +116,28 @@ _NAMES: dict[type[nn.Module], str] = {RMSNorm: "rms", RMSNormPlusOne: "rms_plus_
 
 
 def add_and_normalize(
-    hidden: Tensor, update: Tensor, multiplier: float, norm: Norm | nn.Identity
+    hidden: Tensor, update: Tensor, multiplier: float, update_norm: Norm | nn.Identity, norm: Norm | nn.Identity
 ) -> tuple[Tensor, Tensor]:
-    """``hidden + multiplier * update``, and its norm: both [T, hidden]; on a GPU by one kernel."""
+    """``hidden + multiplier * update_norm(update)``, and its norm: both [T, hidden]; on a GPU by one kernel.
+
+    If both are norms, they have the same type and epsilon.
+    """
+    if type(norm) not in _NAMES or not has_gpu_row_kernels(hidden):
+        hidden = _add_normalized(hidden, update, multiplier, update_norm)
+        return hidden, norm(hidden)
+    from megatron_runtime.gpu import rows
+
+    of_update = None if isinstance(update_norm, nn.Identity) else _parameters(update_norm)[:2]
+    return rows.add_and_normalize(hidden, update, multiplier, *_parameters(norm), of_update)
+
+
+def _add_normalized(hidden: Tensor, update: Tensor, multiplier: float, norm: Norm | nn.Identity) -> Tensor:
+    """``hidden + multiplier * norm(update)``: [T, hidden]; on a GPU by one kernel."""
     if type(norm) in _NAMES and has_gpu_row_kernels(hidden):
         from megatron_runtime.gpu import rows
 
-        return rows.add_and_normalize(hidden, update, multiplier, *_parameters(norm))
-    hidden = hidden.add(update, alpha=multiplier)
-    return hidden, norm(hidden)
+        return rows.add_normalized(hidden, update, multiplier, *_parameters(norm))
+    return hidden.add(norm(update), alpha=multiplier)
 
 
 def normalize_heads(heads: Tensor, counts: tuple[int, int, int], query_norm: Norm, key_norm: Norm) -> Tensor:
@@ -139,6 +154,22 @@ def normalize_heads(heads: Tensor, counts: tuple[int, int, int], query_norm: Nor
         return heads
     queries, keys, values = torch.split(heads, list(counts), dim=1)
     return torch.cat((query_norm(queries), key_norm(keys), values), 1)
+
+
+def normalize_projections(heads: Tensor, counts: tuple[int, int, int], query_norm: Norm, key_norm: Norm) -> Tensor:
+    """As `normalize_heads`, over the channels of all queries and of all keys of a token."""
+    kind = _NAMES.get(type(query_norm), "")
+    if kind.startswith("rms") and has_gpu_row_kernels(heads):
+        from megatron_runtime.gpu import rows
+
+        assert isinstance(query_norm, RMSNorm)
+        weights = query_norm.weight, key_norm.weight
+        sizes = len(weights[0]), len(weights[1])
+        rows.normalize_projections_(heads.flatten(1), sizes, weights, query_norm.eps, kind)
+        return heads
+    queries, keys, values = torch.split(heads, list(counts), dim=1)
+    normed = (norm(part.flatten(1)) for norm, part in ((query_norm, queries), (key_norm, keys)))
+    return torch.cat([*(each.view(len(heads), -1, heads.shape[2]) for each in normed), values], 1)
 
 
 def _on_gpu(norm: Norm, inputs: Tensor) -> Tensor:

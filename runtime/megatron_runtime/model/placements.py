@@ -155,15 +155,13 @@ def _grouped_query_attention(attention: SelfAttention, names: TensorNames, shard
 
 def _latent_attention(attention: MLASelfAttention, names: TensorNames, shard: Shard) -> Placements:
     latent, heads, total = attention.latent, shard.query_heads, shard.config.num_attention_heads
-    queries = names.qkv[0]
+    queries, stored, parts = names.qkv[0], [names.kv_down], [_all(latent.kv_lora_rank + latent.qk_rope_head_dim)]
     if latent.q_lora_rank is not None:
-        assert attention.query_down is not None
         assert attention.query_down_norm is not None
-        yield from _rows(attention.query_down, [names.query_down], [_all(latent.q_lora_rank)], names)
+        queries, stored, parts = names.query_up, [names.query_down, *stored], [_all(latent.q_lora_rank), *parts]
         yield from norm_placements(attention.query_down_norm, names.query_down_norm).items()
-        queries = names.query_up
+    yield from _rows(attention.down, stored, parts, names)
     yield from _rows(attention.query_up, [queries], [_heads(heads, total, attention.head_dim)], names)
-    yield from _rows(attention.kv_down, [names.kv_down], [_all(latent.kv_lora_rank + latent.qk_rope_head_dim)], names)
     yield from norm_placements(attention.kv_down_norm, names.kv_down_norm).items()
     rows = _heads(heads, total, latent.qk_nope_head_dim + latent.v_head_dim)
     yield f"{names.kv_up}.weight", _matrix(attention.kv_up, (rows.chunk,), 0, names, None)

@@ -17,6 +17,13 @@ rows in 16 bits than to read the weights, so that single requests take little lo
 be read more often."""
 
 
+def write_linear(output: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """As `linear`, written to ``output``, [T, out], which is returned; ``inputs`` is [T, in]."""
+    if bias is None:
+        return torch.mm(inputs, weight.t(), out=output)
+    return torch.addmm(bias, inputs, weight.t(), out=output)
+
+
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, rows: int | None) -> Tensor:
     """``y = x W^T + b``: [..., in] to [..., out].
 

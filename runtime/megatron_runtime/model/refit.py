@@ -14,7 +14,7 @@ from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import check_fit, fill, open_checkpoint
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.device_memory import address_obstacle, naming_device_memory
+from megatron_runtime.model.device_memory import GENERAL_REMEDY, address_obstacle, naming_device_memory
 from megatron_runtime.model.experts import Experts
 from megatron_runtime.model.formats.checkpoint_path import checkpoint_path
 from megatron_runtime.model.formats.origin import Origin
@@ -119,7 +119,7 @@ def keep_places(model: Decoder, device: torch.device) -> None:
 
     find_weights_again(model)
     stage = "while it moved the weights to addresses that a suspension keeps"
-    with naming_device_memory(stage, device, remedy="leave out --offload-weights"):
+    with naming_device_memory(stage, device, remedy=f"leave out --offload-weights, or {GENERAL_REMEDY}"):
         model.places = WeightPlaces(model, device)
 
 

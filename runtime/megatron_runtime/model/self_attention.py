@@ -12,7 +12,7 @@ from megatron_runtime.model.attention import AttentionPlan
 from megatron_runtime.model.kernels.row_kernels import gated_sigmoid
 from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.layers import Linear
-from megatron_runtime.model.norms import LayerNormWithoutBias, Norm, make_norm, normalize_heads
+from megatron_runtime.model.norms import LayerNormWithoutBias, Norm, make_norm, normalize_heads, normalize_projections
 from megatron_runtime.model.positions import LayerPositions
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.ranks import Ranks
@@ -105,8 +105,5 @@ class SelfAttention(nn.Module):
         """Heads [T, heads, head_dim] with the norms of queries and keys, if there are any; may change ``heads``."""
         if self.query_norm is None or self.key_norm is None:
             return heads
-        if not self.norms_whole_projection:
-            return normalize_heads(heads, self.heads, self.query_norm, self.key_norm)
-        queries, keys, values = torch.split(heads, list(self.heads), dim=1)
-        normed = (norm(part.flatten(1)) for norm, part in ((self.query_norm, queries), (self.key_norm, keys)))
-        return torch.cat([*(each.view(len(heads), -1, self.head_dim) for each in normed), values], 1)
+        normalize = normalize_projections if self.norms_whole_projection else normalize_heads
+        return normalize(heads, self.heads, self.query_norm, self.key_norm)

@@ -46,6 +46,10 @@ class Collectives(Protocol):
         """As in `ranks.Ranks`, of several ranks."""
         ...
 
+    def memory_for_part(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """As in `ranks.Ranks`, of several ranks."""
+        ...
+
     def sum_experts(self, part: Tensor) -> Tensor:
         """As in `ranks.Ranks`, of several ranks."""
         ...

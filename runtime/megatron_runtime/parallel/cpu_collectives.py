@@ -41,6 +41,9 @@ class CpuCollectives:
         assert self._tensor is not None, "there are several ranks"
         return _sum(self._tensor, part)
 
+    def memory_for_part(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """None: gloo copies all parts."""
+
     def sum_experts(self, part: Tensor) -> Tensor:
         """As in Collectives."""
         assert self._expert is not None, "there are several ranks"

@@ -61,13 +61,16 @@ class GpuCollectives:
 
     def sum(self, part: Tensor) -> Tensor:
         """As in Collectives."""
-        self._all_reduce(part, self._groups.tensor)
-        return part
+        return self._all_reduce(part, self._groups.tensor)
+
+    def memory_for_part(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """As in Collectives."""
+        symmetric = self._symmetric.get(self._groups.tensor)
+        return None if symmetric is None else symmetric.memory_for(shape, dtype)
 
     def sum_experts(self, part: Tensor) -> Tensor:
         """As in Collectives."""
-        self._all_reduce(part, self._groups.expert)
-        return part
+        return self._all_reduce(part, self._groups.expert)
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         """As in Collectives; NCCL gathers parts of equal widths, the widest one's."""
@@ -101,13 +104,13 @@ class GpuCollectives:
     def close(self) -> None:
         """Does nothing."""
 
-    def _all_reduce(self, part: Tensor, group: dist.ProcessGroup) -> None:
-        """Add up the parts of all ranks of the group in place: the one place that chooses how."""
+    def _all_reduce(self, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """The sum of the parts of all ranks of the group: the one place that chooses how."""
         symmetric = self._symmetric.get(group)
-        if symmetric is not None and symmetric.fits(part):
-            symmetric.add_up(part)
-        else:
-            self._reduce_by_nccl(part, group)
+        if symmetric is not None and symmetric.fits(part.shape, part.dtype):
+            return symmetric.add_up(part)
+        self._reduce_by_nccl(part, group)
+        return part
 
     def _reduce_by_nccl(self, part: Tensor, group: dist.ProcessGroup) -> None:
         dist.all_reduce(part, group=group)

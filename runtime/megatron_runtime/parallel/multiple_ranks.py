@@ -128,6 +128,10 @@ class MultipleRanks:
             return part
         return self._do("adding up a layer", self._collectives.sum, part)
 
+    def memory_for_part(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """As in Ranks."""
+        return None if self.position.sizes.tensor == 1 else self._collectives.memory_for_part(shape, dtype)
+
     def sum_experts(self, part: Tensor) -> Tensor:
         """As in Ranks."""
         if self.position.sizes.ranks_per_stage == 1:

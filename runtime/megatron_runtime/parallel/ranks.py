@@ -82,7 +82,16 @@ class Ranks(Protocol):
         ...
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum over the ranks of this dense layer, bitwise equal on all; on a GPU it is written to ``part``."""
+        """The sum over the ranks of this dense layer, bitwise equal on all; on a GPU it is written to ``part``, unless
+        that is in `memory_for_part`.
+        """
+        ...
+
+    def memory_for_part(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """Memory for the next part that ``sum`` adds up: a part in it is not copied. None if that saves nothing.
+
+        ``sum`` leaves undefined values in it, and returns the sum elsewhere.
+        """
         ...
 
     def sum_experts(self, part: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -67,32 +68,46 @@ class SymmetricSums:
         self._buffer = torch_.memory.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
         torch_.memory.rendezvous(self._buffer, self._group_name)
 
-    def fits(self, part: Tensor) -> bool:
+    def fits(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
         """Whether `add_up` supports this sum. All ranks have to find the same, so only the type and the shape decide;
         and of the sizes only that of the whole depends on the number of rows.
         """
-        row_bytes = (part.shape[-1] if part.dim() else 1) * part.element_size()
-        has_size = 0 < part.numel() * part.element_size() <= BUFFER_BYTES
-        return has_size and part.dtype in _DTYPES and row_bytes % _STEP == 0
+        row_bytes = (shape[-1] if shape else 1) * dtype.itemsize
+        has_size = 0 < math.prod(shape) * dtype.itemsize <= BUFFER_BYTES
+        return has_size and dtype in _DTYPES and row_bytes % _STEP == 0
 
-    def add_up(self, part: Tensor) -> None:
-        """Replace the part of this rank by the sum over all ranks: two launches on the current stream, and one more for
-        a part that the kernels can't write to, which may be so on some ranks alone.
+    def memory_for(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """As `ranks.Ranks.memory_for_part`."""
+        return self._shared(shape, dtype) if self.fits(shape, dtype) else None
+
+    def add_up(self, part: Tensor) -> Tensor:
+        """The sum over all ranks, in the place of the part of this rank: two launches on the current stream, and one
+        more for a part that the kernels can't write to, which may be so on some ranks alone. One launch for a part in
+        `memory_for`, whose sum is elsewhere.
 
         PyTorch has kernels that copy the part themselves. They tell other ranks of it before all threads of a block
         have copied theirs.
         """
-        num_bytes = part.numel() * part.element_size()
-        shared = self._buffer[:num_bytes].view(part.dtype).view(part.shape)
-        shared.copy_(part)
-        fits = part.is_contiguous() and part.storage_offset() * part.element_size() % _ALIGNMENT == 0
-        total = part if fits else torch.empty(part.shape, dtype=part.dtype, device=part.device)
-        if num_bytes <= self._one_shot_bytes:
+        shared = self._shared(part.shape, part.dtype)
+        is_there = part.is_contiguous() and part.data_ptr() == shared.data_ptr()
+        if not is_there:
+            shared.copy_(part)
+        is_aligned = part.is_contiguous() and part.storage_offset() * part.element_size() % _ALIGNMENT == 0
+        takes_sum = is_aligned and not is_there
+        total = part if takes_sum else torch.empty(part.shape, dtype=part.dtype, device=part.device)
+        if shared.nbytes <= self._one_shot_bytes:
             self._operations.one_shot_all_reduce_out(shared, "sum", self._group_name, total)
         else:
             self._operations.two_shot_all_reduce_out(shared, "sum", self._group_name, total)
-        if total is not part:
-            part.copy_(total)
+        if takes_sum or is_there:
+            return total
+        part.copy_(total)
+        return part
+
+    def _shared(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        shared: Tensor = self._buffer[:num_bytes].view(dtype).view(*shape)
+        return shared
 
 
 def import_symmetric_memory() -> Any:

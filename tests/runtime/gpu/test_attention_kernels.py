@@ -5,10 +5,9 @@ bfloat16 is not tested here: the interpreter multiplies its bits as if they were
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
+from gpu_support.attention_shapes import MIXED, SHAPES, Shape
 from gpu_support.paged import PagedCase
 
 from megatron_runtime.gpu import attention
@@ -16,74 +15,31 @@ from megatron_runtime.gpu import attention
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a case: contexts with their new tokens, heads on key heads, width and tokens of a block."""
-
-    lengths: tuple[tuple[int, int], ...]
-    heads: tuple[int, int]
-    width: int
-    page: int
-    window: int | None = None
-    soft_cap: float | None = None
-    turned: int | None = None
-    """Rotated channels; None: all."""
-    has_sinks: bool = False
-    is_chunked: bool = False
-
-    @property
-    def sinks(self) -> torch.Tensor | None:
-        """Of each query head, some of which take most of the softmax."""
-        return torch.linspace(-3.0, 5.0, self.heads[0]) if self.has_sinks else None
+LIMITS = {torch.float32: 5e-6, torch.float16: 1e-3}
 
 
-DECODE = ((1, 1), (17, 1), (70, 1))
-MIXED = ((40, 1), (33, 20), (5, 5))
-SHAPES = {
-    "single tokens": Shape(DECODE, (4, 2), 64, 16),
-    "single tokens, group of 3, width 80": Shape(DECODE, (6, 2), 80, 16),
-    "single tokens, window within a split": Shape(((90, 1), (20, 1)), (2, 2), 96, 32, window=33),
-    "prompts alone": Shape(((19, 19), (70, 37)), (4, 4), 64, 16),
-    "prompts and single tokens": Shape(MIXED, (4, 2), 128, 16),
-    "windows": Shape(((70, 1), (66, 20)), (8, 1), 64, 16, window=13),
-    "soft cap": Shape(MIXED, (2, 1), 32, 64, soft_cap=5.0),
-    "soft cap and window": Shape(((75, 1), (40, 9)), (2, 1), 32, 256, window=20, soft_cap=5.0),
-    "width 256": Shape(((20, 1), (9, 9)), (2, 1), 256, 16),
-    "half of the channels rotated": Shape(MIXED, (2, 1), 64, 8, turned=32),
-    "sinks": Shape(MIXED, (6, 2), 64, 16, has_sinks=True),
-    "sinks and windows": Shape(((70, 1), (66, 20), (3, 1)), (4, 2), 64, 16, window=13, has_sinks=True),
-    "chunks": Shape(((70, 1), (66, 20), (65, 1), (40, 40)), (4, 2), 64, 16, window=13, is_chunked=True),
-    "chunks and sinks": Shape(((64, 1), (70, 37)), (4, 2), 64, 16, window=32, is_chunked=True, has_sinks=True),
-    "none rotated": Shape(((3, 1), (9, 4)), (2, 1), 64, 8, turned=0),
-}
+def check_attention(shape: Shape, dtype: torch.dtype) -> None:
+    """Compare outputs and cache with those of float64."""
+    case, limits = shape.case(dtype), shape.limits()
+    before = [array.clone() for array in case.cache]
+    seen = case.attend(*limits)
+    case.check_cache(before)
+    expected = case.expected(*limits)
+    assert seen.isfinite().all()
+    assert (seen.double() - expected).norm() / expected.norm() < LIMITS[dtype]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_attention_equals_that_of_float64(shape: Shape, dtype: torch.dtype) -> None:
-    case = PagedCase.random(shape.lengths, shape.heads, shape.width, shape.page, dtype, turned=shape.turned)
-    before = [array.clone() for array in case.cache]
-    scoring = (shape.window, shape.soft_cap, shape.sinks, shape.is_chunked)
-    seen = case.attend(*scoring)
-    case.check_cache(before)
-    expected = case.expected(*scoring)
-    assert seen.isfinite().all()
-    error = (seen.double() - expected).norm() / expected.norm()
-    assert error < (5e-6 if dtype is torch.float32 else 1e-3)
+    check_attention(shape, dtype)
 
 
-@pytest.mark.parametrize(
-    ("window", "sinks", "is_chunked"),
-    [(None, None, False), (600, None, False), (None, torch.tensor([1.0, 6.0]), False), (700, None, True)],
-    ids=["all", "window", "sinks", "chunks"],
-)
-def test_contexts_of_several_splits_are_merged(
-    window: int | None, sinks: torch.Tensor | None, is_chunked: bool
-) -> None:
-    lengths = ((attention.SPLIT, 1), (attention.SPLIT + 1, 1), (2 * attention.SPLIT + 100, 1), (3, 1))
-    case = PagedCase.random(lengths, (2, 1), 64, 128, torch.float32)
-    seen, expected = (compute(window, None, sinks, is_chunked) for compute in (case.attend, case.expected))
-    assert (seen.double() - expected).norm() / expected.norm() < 5e-6
+@pytest.mark.parametrize("name", ["prompts and single tokens", "soft cap and window", "chunks and sinks"])
+def test_attention_equals_that_of_float64_with_the_tiles_of_ampere(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert attention.tile_sizes(80, 64, 2) != attention.tile_sizes(90, 64, 2)
+    monkeypatch.setattr("megatron_runtime.gpu.launch._capability", lambda _: 80)
+    check_attention(SHAPES[name], torch.float16)
 
 
 @pytest.mark.parametrize("window", [None, 50, 100])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from gpu_support.pretended import pretended_device
@@ -68,28 +66,27 @@ def test_all_products_of_the_engine_have_fixed_rows(
 
 
 @pytest.mark.usefixtures("device_guard")
-def test_the_products_with_the_matrices_of_heads_have_fixed_rows(
+def test_the_products_with_the_matrices_of_heads_have_fixed_tiles(
     monkeypatch: pytest.MonkeyPatch, rows_of_products: list[int]
 ) -> None:
-    """In a model with latent attention: two a layer, beside those with other weights."""
+    """In a model with latent attention: kernels whose tiles no batch changes compute them, and no library."""
     model = random_decoder(num_layers=1, **LATENTS)
     expected = generate(small_engine(model), {}, lengths=(2, 2))
-    multiply = torch.baddbmm
-    rows: list[int] = []
-
-    def counted(target: Tensor, inputs: Tensor, matrices: Tensor, **options: Any) -> Tensor:
-        rows.append(inputs.shape[1])
-        return multiply(target, inputs, matrices, **options)
-
-    monkeypatch.setattr(torch, "baddbmm", counted)
     for module in ("model.products", "engine.graph_sizes"):
         monkeypatch.setattr(f"megatron_runtime.{module}.FIXED_ROWS", ROWS)
     rows_of_products.clear()
-    with pretended_device():
+    with pretended_device() as device, monkeypatch.context() as patch:
+        patch.setattr(torch, "baddbmm", None)
         engine = small_engine(on_gpu(model), batch_invariant=True)
+        device.work.variants.clear()
         assert generate(engine, {}, lengths=(2, 2)) == expected
-    assert set(rows) == {ROWS}
     assert set(rows_of_products) == {ROWS}
+    tiles = {
+        (given[0], *(item for item in given if item[0].startswith("BLOCK_")))
+        for given in device.work.variants
+        if given[0] in ("absorb_and_store", "merge_and_expand")
+    }
+    assert len(tiles) == 2
 
 
 @pytest.mark.usefixtures("device_guard")

@@ -8,9 +8,11 @@ import pytest
 import torch
 from gpu_support.mixture import MixtureCase
 
-from megatron_runtime.gpu import experts
+from megatron_runtime.gpu import expert_choice, experts
 from megatron_runtime.model.config import ExpertsConfig, RoutingConfig
 from megatron_runtime.model.experts.routing import make_router
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 LIMITS = {torch.float32: 1e-6, torch.float16: 2e-3}
@@ -27,6 +29,8 @@ CASES: dict[str, dict[str, Any]] = {
     "no gate": {"tokens": 40, "experts": (4, 2), "sizes": (48, 72), "is_gated": False, "activation": "relu_squared"},
     "clamped gates": {"tokens": 9, "experts": (4, 2), "sizes": (32, 24), "is_biased": True, "clamped": (1.7, 0.5)},
     "weights of the inputs": {"tokens": 6, "experts": (4, 1), "sizes": (32, 24), "weights_inputs": True},
+    "a shared expert": {"tokens": 6, "experts": (4, 2), "sizes": (40, 24), "elsewhere": 1, "shared": "plain"},
+    "a shared expert with a gate": {"tokens": 3, "experts": (4, 2), "sizes": (40, 24), "shared": "gated"},
 }
 
 
@@ -42,7 +46,7 @@ def test_results_equal_those_of_float64(case: dict[str, Any], dtype: torch.dtype
 @pytest.mark.parametrize("tile_rows", experts.TILE_ROWS)
 def test_the_bits_of_a_token_do_not_depend_on_other_tokens(tile_rows: int, dtype: torch.dtype) -> None:
     """Alone, and among many, of which some experts have several tiles."""
-    mixture = MixtureCase.random(150, (3, 2), (40, 24), dtype)
+    mixture = MixtureCase.random(150, (3, 2), (40, 24), dtype, shared="gated")
     found, expected = mixture.process(tile_rows), mixture.expected()
     assert (found.double() - expected).norm() <= LIMITS[dtype] * expected.norm()
     for at in (0, 77, 149):
@@ -85,9 +89,25 @@ def test_experts_are_chosen_as_by_pytorch(routing: RoutingConfig, is_replayed: b
         assert torch.allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("routing", ROUTERS.values(), ids=ROUTERS)
+def test_a_shared_expert_is_chosen_after_the_others(routing: RoutingConfig) -> None:
+    """With weight one, also where the choices are replayed."""
+    router = make_router(16, ExpertsConfig(12, 3, 8, routing), torch.float32)
+    if router.selection_bias is not None:
+        router.selection_bias.data.zero_()
+    logits = torch.randn(5, 12, generator=torch.Generator().manual_seed(2))
+    for replayed in (None, torch.tensor([[7, 1, -1]] * 5)):
+        weights, chosen = router.choose_on_gpu(logits, replayed, adds_shared=True)
+        expected_weights, expected = router.choose_on_gpu(logits, replayed)
+        assert torch.equal(weights, torch.cat((expected_weights, torch.ones(5, 1)), 1))
+        assert torch.equal(chosen, torch.cat((expected, torch.full((5, 1), 12)), 1))
+
+
 def test_of_equal_experts_the_first_are_chosen() -> None:
     logits = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float16)
-    _, chosen = experts.route(logits, experts.Choice(2, "softmax", normalizes=False, multiplier=1.0), None, None)
+    _, chosen = expert_choice.route(
+        logits, expert_choice.Choice(2, "softmax", normalizes=False, multiplier=1.0), None, None
+    )
     assert chosen.tolist() == [[1, 2], [0, 1]]
 
 

@@ -17,7 +17,7 @@ from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.experts import Experts
 from megatron_runtime.sampling_params import SamplingParams
 
-LAUNCHES_PER_LAYER = 14
+LAUNCHES_PER_LAYER = 13
 """Of a decode pass, with norms of queries and keys; a dense layer without them has 10."""
 LENGTHS = (5, 3, 4)
 EXPERTS = ExpertsConfig(count=8, per_token=2, intermediate_size=64)
@@ -37,8 +37,19 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"experts": ExpertsConfig(8, 2, 64, SIGMOIDS, frozenset({0}), 32), "architecture": "glm4_moe"},
         "num_layers": 2,
     },
+    "a shared expert of the size of the others": {
+        "experts": ExpertsConfig(8, 2, 64, SIGMOIDS, shared_intermediate_size=64),
+        "architecture": "glm4_moe",
+    },
+    "a shared expert with a gate": {
+        "experts": ExpertsConfig(8, 2, 64, shared_intermediate_size=32, has_shared_expert_gate=True)
+    },
     "biases and clamped gates": {"mlp_bias": True, "clamped_gate": ClampedGate(1.7, 0.5), "architecture": "gpt_oss"},
     "groups": {"experts": ExpertsConfig(8, 2, 64, RoutingConfig("sigmoid", groups=4, groups_per_token=2))},
+    "weights of the inputs, a shared expert": {
+        "experts": ExpertsConfig(8, 1, 64, INPUTS, shared_intermediate_size=64),
+        "architecture": "llama4_text",
+    },
     "weights of the inputs": {"experts": ExpertsConfig(8, 1, 64, INPUTS), "architecture": "llama4_text"},
 }
 

@@ -12,8 +12,12 @@ HERE = Path(__file__).parent
 MOST_SHARED = {90: 227 << 10, 100: 227 << 10}
 LEAST_SHARED = 99 << 10
 """Bytes of shared memory that a program can have, by compute capability, and on other GPUs."""
-MOST_SPILLED = {"sm_120 attend_splits 128 plain fp8": 8}
-"""Bytes of local memory; 0 for others."""
+MOST_SPILLED = {
+    "sm_120 attend_splits 128 plain fp8": 8,
+    "sm_90 attend_tiles 256 limited fp8": 80,
+    "sm_100 attend_tiles 256 limited fp8": 24,
+}
+"""Bytes of local memory; 0 for others. The tiles of wide heads spill without fp8 too."""
 FIRST_NATIVE = 90
 
 

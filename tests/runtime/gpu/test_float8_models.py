@@ -35,7 +35,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "large blocks": (to_float8((64, 64)), {"quant_method": "fp8", "weight_block_size": [64, 64]}),
     "other bits": (to_float8((1, 0), dtype=torch.float8_e5m2), {"quant_method": "fp8"}),
 }
-LAUNCHES_PER_LAYER = 10
+LAUNCHES_PER_LAYER = 9
 LAUNCHES_AROUND_LAYERS = 6
 CUDA = torch.device("cuda")
 

@@ -16,7 +16,7 @@ from megatron_runtime.parallel.layout import ParallelSizes
 SIZES = ParallelSizes(tensor=2)
 LENGTHS = (4, 2, 3)
 """Of the answers: passes of 3, 2 and 1 requests."""
-LAUNCHES_PER_LAYER = 12
+LAUNCHES_PER_LAYER = 11
 """The sums of attention and network over the ranks among them."""
 LAUNCHES_AROUND_LAYERS = 20
 
@@ -26,6 +26,9 @@ CASES: dict[str, dict[str, Any]] = {
     "edits, log probs": {
         "params": {"temperature": 0.7, "repetition_penalty": 1.3, "return_log_probs": True, "top_n_logprobs": 3}
     },
+    "penalties": {
+        "params": {"temperature": 0.8, "frequency_penalty": 0.7, "presence_penalty": 0.2, "repetition_penalty": 1.2}
+    },
     "offload": {
         "config": {"kv_cache_management_mode": "offload", "offload_weights": True},
         "between": suspend_and_resume,
@@ -33,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("names", [("samplers", "grammar"), ("edits, log probs", "offload")], ids=str)
+@pytest.mark.parametrize("names", [("samplers", "grammar", "penalties"), ("edits, log probs", "offload")], ids=str)
 def test_graphs_of_two_ranks_give_the_tokens_of_the_cpu(device_guard: Path, names: tuple[str, ...]) -> None:
     """In passes without edits both begin the next pass with the tokens that they have sampled on their devices."""
     cases = [CASES[name] for name in names]

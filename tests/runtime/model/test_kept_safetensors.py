@@ -207,6 +207,32 @@ def test_the_plan_of_the_memory_has_the_bytes_in_memory(family: str, tensor: int
     assert (errors < 0.03).float().mean() > 0.7
 
 
+@pytest.mark.parametrize("left_out", ["q_a_proj", "kv_a_proj_with_mqa"])
+def test_the_projections_to_latents_stay_quantized_if_both_are(left_out: str, save: Any) -> None:
+    quantize, settings, _ = KEPT["int8, rows"]
+    pair = save(quantize, settings, "DeepseekV3", **DEEPSEEK)
+    whole = keep(pair.quantized)
+    assert isinstance(whole.layers[0].attention.down, QuantizedLinear)
+    leave_out(pair, left_out)
+    decoder, source = keep(pair.quantized), inspect_checkpoint(pair.quantized).source
+    assert not any(isinstance(layer.attention.down, QuantizedLinear) for layer in decoder.layers)
+    assert len(quantized_linears(decoder)) == len(quantized_linears(whole)) - 2
+    matrices = {matrix: None for linear in quantized_linears(decoder) for matrix in linear.matrices}
+    kept = kept_weights(Shard(decoder.config), source, KeptKind.INTEGERS)
+    assert kept.num_bytes == sum(matrix.num_bytes for matrix in matrices)
+    plain = load_model(pair.plain, dtype="float32").destinations()
+    name = f"model.layers.0.self_attn.{left_out}.weight"
+    assert torch.equal(decoder.destinations()[name], plain[name])
+
+
+def leave_out(pair: QuantizedPair, module: str) -> None:
+    """Put the plain matrices of these modules in the place of the quantized ones."""
+    path = pair.quantized / "model.safetensors"
+    plain = load_file(pair.plain / "model.safetensors")
+    tensors = {name: each for name, each in load_file(path).items() if f".{module}." not in name}
+    save_file(tensors | {name: each for name, each in plain.items() if f".{module}." in name}, path)
+
+
 @pytest.mark.parametrize(("value_dim", "is_kept"), [(32, True), (24, False)])
 def test_the_plan_knows_what_ranks_keep_of_recurrent_layers(value_dim: int, is_kept: bool, save: Any) -> None:
     quantize, settings, _ = KEPT["int4, groups of 32"]
@@ -227,10 +253,7 @@ def test_the_inputs_of_gated_delta_layers_stay_quantized_if_all_parts_are(ranks:
     quantize, settings, _ = KEPT["int4, groups of 32"]
     pair = save(quantize, settings, "Qwen3_5", **DELTA)
     if left_out:
-        path = pair.quantized / "model.safetensors"
-        plain = load_file(pair.plain / "model.safetensors")
-        tensors = {name: each for name, each in load_file(path).items() if f".{left_out}." not in name}
-        save_file(tensors | {name: each for name, each in plain.items() if f".{left_out}." in name}, path)
+        leave_out(pair, left_out)
     parts = [part_of(pair.quantized, ParallelSizes(tensor=ranks), rank) for rank in range(ranks)]
     for part in parts:
         layer = part.layers[0].attention

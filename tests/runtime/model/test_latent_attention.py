@@ -13,6 +13,7 @@ from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kernels.cpu_attention import HEADS_TOGETHER, CpuAttention
 from megatron_runtime.model.kernels.latent_products import TILE, absorb, expand
 from megatron_runtime.model.kernels.torch_attention import TorchAttention
+from megatron_runtime.model.packed_linear import can_pack, pack_linear
 from megatron_runtime.model.rotary import rotate, rotation
 
 ROTATED, RANK, BLOCK = 4, 12, 4
@@ -90,21 +91,20 @@ def test_a_query_has_the_same_bits_in_a_prefill_and_alone(dtype: torch.dtype) ->
         assert torch.equal(alone[0], together[position])
 
 
-@pytest.mark.parametrize("rows", [None, TILE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_absorbing_and_expanding_are_the_products_of_each_head(dtype: torch.dtype, rows: int | None) -> None:
+def test_absorbing_and_expanding_are_the_products_of_each_head(dtype: torch.dtype) -> None:
     heads, width, value_width, tokens = 3, 6, 5, 2 * TILE + 3
     queries = torch.randn(tokens, heads, width + ROTATED, dtype=dtype)
     up = torch.randn(heads, width + value_width, RANK, dtype=dtype)
     latents = torch.full((tokens, heads + 1, ROTATED + RANK), 7.0, dtype=dtype)
-    absorb(queries, up, latents, 0.5, rows)
+    absorb(queries, up, latents, 0.5)
     expected = 0.5 * torch.einsum("thn,hnr->thr", queries[..., :width].double(), up[:, :width].double())
     torch.testing.assert_close(latents[:, :heads, ROTATED:].double(), expected, **CLOSE[dtype])
     assert (latents[:, :, :ROTATED] == 7.0).all()
     assert (latents[:, heads] == 7.0).all()
     seen = torch.randn(tokens, heads, RANK, dtype=dtype)
     values = torch.einsum("thr,hvr->thv", seen.double(), up[:, width:].double())
-    torch.testing.assert_close(expand(seen, up, value_width, rows).double(), values, **CLOSE[dtype])
+    torch.testing.assert_close(expand(seen, up, value_width).double(), values, **CLOSE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -120,3 +120,18 @@ def test_a_rows_products_have_the_same_bits_beside_any_number_of_rows(dtype: tor
         absorb(queries[row : row + 1], up, alone)
         assert torch.equal(alone[0], together[row])
         assert torch.equal(expand(alone[:, :heads, ROTATED:].contiguous(), up, width)[0], values[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("hidden", "queries", "keys"), [(32, 16, 40), (320, 128, 72), (1024, 512, 576)])
+def test_one_projection_to_all_latents_has_the_bits_of_two(
+    dtype: torch.dtype, hidden: int, queries: int, keys: int
+) -> None:
+    """Of packed matrices, as CPUs have them."""
+    if not can_pack(dtype, torch.device("cpu")):
+        pytest.skip("oneDNN can't pack matrices of this type here")
+    parts = [(torch.randn(rows, hidden) / math.sqrt(hidden)).to(dtype) for rows in (queries, keys)]
+    one, *two = (pack_linear(matrix) for matrix in (torch.cat(parts), *parts))
+    for tokens in (1, 2, 17, 70):
+        inputs = torch.randn(tokens, hidden).to(dtype)
+        assert torch.equal(one(inputs), torch.cat([each(inputs) for each in two], 1))

@@ -54,11 +54,14 @@ class ExpertRouter(nn.Module, ABC):
         del logits
         return scores if self.selection_bias is None else scores + self.selection_bias
 
-    def forward(self, hidden: Tensor, replayed: Tensor | None = None) -> Routing:
-        """Route [T, hidden]; ``replayed`` [T, per_token] has the experts to choose, and -1 where the router chooses."""
+    def forward(self, hidden: Tensor, replayed: Tensor | None = None, *, adds_shared: bool = False) -> Routing:
+        """Route [T, hidden]; ``replayed`` [T, per_token] has the experts to choose, and -1 where the router chooses.
+
+        ``adds_shared``, on a GPU: the result has a column more, of the expert after the last one, with weight one.
+        """
         projected = self.linear(hidden.to(self.dtype))
         if has_gpu_row_kernels(projected):
-            return self.choose_on_gpu(projected, replayed)
+            return self.choose_on_gpu(projected, replayed, adds_shared=adds_shared)
         logits = projected.float()
         scores = self.score(logits)
         ranking = self.rank(logits, scores)
@@ -74,12 +77,12 @@ class ExpertRouter(nn.Module, ABC):
             weights = weights * self.routing.weight_multiplier
         return Routing(weights, chosen)
 
-    def choose_on_gpu(self, logits: Tensor, replayed: Tensor | None) -> Routing:
+    def choose_on_gpu(self, logits: Tensor, replayed: Tensor | None, *, adds_shared: bool = False) -> Routing:
         """The same from logits [T, experts]; of experts that rank equally, the first are chosen."""
-        from megatron_runtime.gpu import experts  # Triton is not needed on other devices.
+        from megatron_runtime.gpu import expert_choice  # Triton is not needed on other devices.
 
         routing = self.routing
-        choice = experts.Choice(
+        choice = expert_choice.Choice(
             self.per_token,
             routing.scores,
             routing.normalize_weights,
@@ -87,8 +90,9 @@ class ExpertRouter(nn.Module, ABC):
             routing.groups,
             routing.groups_per_token,
             routing.group_scores == "top_2_sum",
+            adds_shared,
         )
-        return Routing(*experts.route(logits, choice, self.selection_bias, replayed))
+        return Routing(*expert_choice.route(logits, choice, self.selection_bias, replayed))
 
 
 class SoftmaxRouter(ExpertRouter):

@@ -27,5 +27,9 @@ class SharedExpert(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]."""
-        result: Tensor = self.network(hidden)
-        return result if self.gate is None else sigmoid(self.gate(hidden)) * result
+        result, logits = self.parts(hidden)
+        return result if logits is None else sigmoid(logits) * result
+
+    def parts(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The result before the gate, [T, hidden], and the logit of the gate, [T, 1], if there is one."""
+        return self.network(hidden), None if self.gate is None else self.gate(hidden)

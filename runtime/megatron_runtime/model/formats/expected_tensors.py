@@ -133,12 +133,13 @@ def _recurrence(config: ModelConfig, sizes: RecurrentConfig, names: TensorNames)
 def _latent_attention(config: ModelConfig, latent: LatentAttentionConfig, names: TensorNames) -> Shapes:
     hidden, heads, rank = config.hidden_size, config.num_attention_heads, latent.kv_lora_rank
     queries, columns = names.qkv[0], hidden
+    stored, sizes = [names.kv_down], [rank + latent.qk_rope_head_dim]
     if latent.q_lora_rank is not None:
-        yield from _matrix(names, names.query_down, latent.q_lora_rank, hidden, bias=config.qkv_bias)
-        yield f"{names.query_down_norm}.weight", (latent.q_lora_rank,)
         queries, columns = names.query_up, latent.q_lora_rank
+        stored, sizes = [names.query_down, *stored], [columns, *sizes]
+        yield f"{names.query_down_norm}.weight", (columns,)
+    yield from _fused(names, stored, sizes, hidden, bias=config.qkv_bias)
     yield from _matrix(names, queries, heads * config.head_dim, columns, bias=False)
-    yield from _matrix(names, names.kv_down, rank + latent.qk_rope_head_dim, hidden, bias=config.qkv_bias)
     yield f"{names.kv_down_norm}.weight", (rank,)
     yield from _matrix(names, names.kv_up, heads * (latent.qk_nope_head_dim + latent.v_head_dim), rank, bias=False)
     bias = config.attention_output_bias

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,9 @@ from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kernels.triton_support import has_triton
 from megatron_runtime.model.kv_cache import FLOAT8, KVCache, LayerCache
 from megatron_runtime.model.rotary import Rotation
+
+if TYPE_CHECKING:
+    from megatron_runtime.gpu.latent_attention import LatentMatrices
 
 
 def has_gpu_attention(cache: KVCache) -> bool:
@@ -88,13 +93,23 @@ class GpuAttention:
         sinks: Tensor | None = None,
         is_chunked: bool = False,
     ) -> Tensor:
-        """As in AttentionPlan. With a cache of one array, the queries in ``heads`` are rotated in place."""
-        if value_width is not None:
-            from megatron_runtime.gpu.latent_attention import attend_latents
-
-            assert sinks is None, "no model has sinks beside latents"
-            assert not is_chunked, "no model has chunks of latents"
-            return attend_latents(heads, rotation, cache[0], self._batch, value_width, window, soft_cap)
+        """As in AttentionPlan, with a cache of keys and values; `attend_latents` is for the others."""
         from megatron_runtime.gpu.attention import attend
 
+        assert value_width is None, "the queries of latents come with their matrices"
         return attend(heads, rotation, cache, self._batch, window, soft_cap, sinks, is_chunked)
+
+    def attend_latents(
+        self,
+        queries: Tensor,
+        compressed: Tensor,
+        matrices: LatentMatrices,
+        rotation: Rotation | None,
+        cache: LayerCache,
+        window: int | None,
+        soft_cap: float | None,
+    ) -> Tensor:
+        """As `gpu.latent_attention.attend_latents`, with the cache of a layer."""
+        from megatron_runtime.gpu.latent_attention import attend_latents
+
+        return attend_latents(queries, compressed, matrices, rotation, cache[0], self._batch, window, soft_cap)

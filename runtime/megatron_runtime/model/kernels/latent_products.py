@@ -1,7 +1,7 @@
 """Products of the rows of each head with the matrix of that head, for multi-head latent attention.
 
 On a CPU they are compiled kernels, in which the order of a row's sums does not depend on the other rows. In a batched
-product of PyTorch it depends on the number of rows, which can be fixed as in `products`.
+product of PyTorch it may. On a GPU with kernels of attention, those of `gpu.latent_attention` replace both.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numba import int64, njit, prange, void
 from torch import Tensor
-from torch.nn import functional
 
 from megatron_runtime.model.kernels.compiled import KINDS, as_array, compile_kernel, narrowed, scalar, widen
 from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
@@ -23,7 +22,7 @@ TILE = 8
 """Rows that are multiplied by a row of the matrix while that is in the first-level cache."""
 
 
-def absorb(queries: Tensor, up: Tensor, latents: Tensor, multiplier: float = 1.0, rows: int | None = None) -> None:
+def absorb(queries: Tensor, up: Tensor, latents: Tensor, multiplier: float = 1.0) -> None:
     """Multiply the queries of each head by the matrix that projects latents to its keys, and by ``multiplier``.
 
     The product of the result and a latent is that of the query and the key of that latent, times ``multiplier``.
@@ -34,7 +33,6 @@ def absorb(queries: Tensor, up: Tensor, latents: Tensor, multiplier: float = 1.0
         latents: [T, heads or more, rotated + rank], contiguous; the last ``rank`` channels of the first ``heads`` rows
             of each token are written.
         multiplier: Of the results.
-        rows: The number of tokens of each product of PyTorch, as in `products.linear`.
     """
     heads, rank = up.shape[0], up.shape[2]
     rotated = latents.shape[2] - rank
@@ -44,38 +42,28 @@ def absorb(queries: Tensor, up: Tensor, latents: Tensor, multiplier: float = 1.0
         kernel(as_array(queries), as_array(up), as_array(latents), width, _shares(len(queries), heads))
         latents[:, :heads, rotated:] *= multiplier
         return
-    _multiply(queries[..., :width], up[:, :width], latents[:, :heads, rotated:], multiplier, rows)
+    _multiply(queries[..., :width], up[:, :width], latents[:, :heads, rotated:], multiplier)
 
 
-def expand(seen: Tensor, up: Tensor, width: int, rows: int | None = None) -> Tensor:
+def expand(seen: Tensor, up: Tensor, width: int) -> Tensor:
     """Project latents [T, heads, rank] to values [T, heads, width] by the last ``width`` rows of each head in ``up``.
 
-    ``up`` and ``rows`` are as in `absorb`.
+    ``up`` is as in `absorb`.
     """
     values = seen.new_empty(len(seen), up.shape[0], width)
     if not has_cpu_row_kernels(seen):
-        _multiply(seen, up[:, -width:].transpose(1, 2), values, 1.0, rows)
+        _multiply(seen, up[:, -width:].transpose(1, 2), values, 1.0)
         return values
     kernel = _expand_kernel(seen.dtype is torch.bfloat16)
     kernel(as_array(seen), as_array(up), as_array(values), _shares(len(seen), len(up)))
     return values
 
 
-def _multiply(inputs: Tensor, matrices: Tensor, outputs: Tensor, multiplier: float, rows: int | None) -> None:
-    """Write the products of [T, heads, in] and [heads, in, out], times ``multiplier``, into ``outputs``, by one launch
-    for each ``rows`` tokens."""
-    for begin in range(0, len(inputs), rows or max(len(inputs), 1)):
-        given, wanted = inputs[begin:][:rows], outputs[begin:][:rows]
-        missing = 0 if rows is None else rows - len(given)
-        made = wanted
-        if missing:
-            given = functional.pad(given, (0, 0, 0, 0, 0, missing))
-            made = outputs.new_empty(len(given), *outputs.shape[1:])
-        target = made.transpose(0, 1)
-        # Written in place: the kernels of libraries have a distance between the rows of a result.
-        torch.baddbmm(target, given.transpose(0, 1), matrices, beta=0, alpha=multiplier, out=target)
-        if missing:
-            wanted.copy_(made[: len(wanted)])
+def _multiply(inputs: Tensor, matrices: Tensor, outputs: Tensor, multiplier: float) -> None:
+    """Write the products of [T, heads, in] and [heads, in, out], times ``multiplier``, into ``outputs``."""
+    target = outputs.transpose(0, 1)
+    # Written in place: the kernels of libraries have a distance between the rows of a result.
+    torch.baddbmm(target, inputs.transpose(0, 1), matrices, beta=0, alpha=multiplier, out=target)
 
 
 def prepare(dtype: torch.dtype) -> None:

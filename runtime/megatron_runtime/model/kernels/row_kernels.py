@@ -64,11 +64,7 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated_silu(gate_and_up: Tensor) -> Tensor:
-    """``silu(gate) * up``: [T, 2 * size], gates first, to [T, size]."""
-    if gate_and_up.device.type == "cuda":
-        from megatron_runtime.gpu import rows as gpu_rows
-
-        return gpu_rows.gated(gate_and_up, "silu")
+    """``silu(gate) * up`` on a CPU: [T, 2 * size], gates first, to [T, size]."""
     outputs = gate_and_up.new_empty(len(gate_and_up), gate_and_up.shape[1] // 2)
     kernel = _gated_silu_kernel(gate_and_up.dtype is torch.bfloat16, outputs.numel() >= WORTH_SHARING)
     kernel(as_array(gate_and_up), as_array(outputs), even_shares(len(outputs)))

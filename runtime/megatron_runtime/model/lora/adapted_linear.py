@@ -80,7 +80,8 @@ class UpdateTable:
                 down = self._down[slot, part * most : part * most + rank, : self._in_features]
                 inner = linear(given, down, None, rows_together)
                 inner = inner * float(self._scales[slot, part])
-                sums[:, begin:end] += linear(inner, self._up[slot, :rank, begin:end].t(), None, rows_together)
+                update = linear(inner, self._up[slot, :rank, begin:end].t(), None, rows_together)
+                sums[:, begin:end].add_(update)
         outputs[chosen] = sums
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from megatron_runtime.model.device_memory import is_device_shortage
 from megatron_runtime.model.forward_batch import AdapterRows
 from megatron_runtime.model.kernels import adapter_kernel
 from megatron_runtime.model.lora.adapted_linear import AdaptedLinear, CurrentRows, UpdateTable
@@ -58,14 +59,18 @@ class AdapterSlots:
         return read_adapter(path, self.targets, self._dtype, max_rank)
 
     def put(self, slot: int, adapter: Adapter) -> None:
-        """Use an adapter for the rows of a slot, which is free. Raises OutOfMemoryError; then nothing has changed."""
+        """Use an adapter for the rows of a slot, which is free.
+
+        Nothing changes if the device has too little memory for it, which raises a RuntimeError.
+        """
         assert slot not in self._loaded, f"slot {slot} is in use"
         adapter_kernel.prepare(self._dtype)
         self._loaded[slot] = adapter
         try:
             self._restack(adapter.updates)
-        except torch.OutOfMemoryError:
-            self.free(slot)
+        except RuntimeError as error:
+            if is_device_shortage(error):
+                self.free(slot)
             raise
 
     def free(self, slot: int) -> None:

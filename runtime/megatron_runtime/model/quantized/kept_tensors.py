@@ -44,7 +44,7 @@ def _coded_bytes(name: str, shard: Shard, source: WeightSource, names: TensorNam
     stem, tensor = name.removesuffix(".weight"), source.tensors[name]
     part = _columns(stem, shard, names)
     is_whole = part is None or (part.start % BLOCK == 0 and len(part) % BLOCK == 0)
-    if not is_whole or any(source.tensors[f"{each}.weight"].coding is None for each in _fused(stem, names)):
+    if not is_whole or any(source.tensors[f"{each}.weight"].coding is None for each in _fused(stem, shard, names)):
         return None
     assert tensor.coding is not None
     return tensor.coding.num_bytes(math.prod(tensor.shape))
@@ -56,18 +56,19 @@ def _float8_bytes(name: str, shard: Shard, source: WeightSource, names: TensorNa
     if stem in (names.embedding, names.head):
         return None
     part = _columns(stem, shard, names) or range(width)
-    group = float8_group([source.tensors[f"{each}.weight"].float8 for each in _fused(stem, names)], part, width)
+    group = float8_group([source.tensors[f"{each}.weight"].float8 for each in _fused(stem, shard, names)], part, width)
     if group is None:
         return None
     groups = -(-len(part) // group) * (width // len(part))
     return rows * (width + 4 * groups)
 
 
-def _fused(stem: str, names: TensorNames) -> Iterator[str]:
+def _fused(stem: str, shard: Shard, names: TensorNames) -> Iterator[str]:
     """The tensors that are rows of the same matrix, or ``stem`` alone."""
-    networks = (names.gate_up, names.expert_gate_up, names.shared_gate_up)
-    together = (names.qkv, names.recurrent_inputs, names.recurrent_gates, *networks)
-    for fused in together:
+    latent, networks = shard.config.latent_attention, (names.gate_up, names.expert_gate_up, names.shared_gate_up)
+    has_query_latent = latent is not None and latent.q_lora_rank is not None
+    attention = (names.query_down, names.kv_down) if has_query_latent else names.qkv
+    for fused in (attention, names.recurrent_inputs, names.recurrent_gates, *networks):
         for own in fused:
             if stem.endswith(f".{own}"):
                 yield from (stem.removesuffix(own) + other for other in fused)

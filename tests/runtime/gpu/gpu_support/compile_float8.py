@@ -30,13 +30,15 @@ def cases(capability: int) -> Iterator[Case]:
 
 
 def cache_cases(capability: int) -> Iterator[Case]:
-    """Attention with a cache in fp8, at the sizes of an 8B model."""
+    """Attention with a cache in fp8, at the sizes of an 8B model, and of wider heads with limits."""
     if capability < float8.FIRST_NATIVE:
         return
+    heads = ("128 plain",) if capability in SMALLER else ("128 plain", "256 limited")
     for name, kernel, constants, pointers, options in attention_cases(capability):
-        if "keys" in pointers and not name.endswith("limited"):
+        if "keys" in pointers and (name.endswith(heads) or "store" in name):
             if "tiles" in name:
-                constants["BLOCK_N"] = attention.tile_sizes(capability, 128, 2, is_float8=True).keys
+                width = constants["WIDTH_PAD"]
+                constants["BLOCK_N"] = attention.tile_sizes(capability, width, 2, is_float8=True).keys
             yield f"{name} fp8", kernel, constants, pointers | dict.fromkeys(("keys", "values"), "u8"), options
 
 

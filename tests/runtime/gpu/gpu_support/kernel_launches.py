@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+
+import megatron_runtime
+
+PACKAGE = "megatron_runtime.gpu"
 
 
 def variant(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> tuple[Any, ...]:
@@ -30,3 +36,30 @@ def kernel_users(launch: Any) -> list[Any]:
 
     names = (each.name for each in pkgutil.iter_modules(gpu.__path__, f"{gpu.__name__}."))
     return [module for module in map(importlib.import_module, names) if getattr(module, "launch", None) is launch]
+
+
+def launched_kernels() -> set[str]:
+    """The names of the functions of Triton that modules of the host import, because no others can be launched.
+
+    Raises:
+        AssertionError: A module imports a whole module of kernels, so that the kernels it launches are unknown.
+    """
+    from triton.runtime import KernelInterface
+
+    return {found.fn.__name__ for found in _imported_from_kernels() if isinstance(found, KernelInterface)}
+
+
+def _imported_from_kernels() -> Iterator[Any]:
+    """What other modules of the runtime import from those of kernels in PACKAGE, also within functions."""
+    for path in Path(megatron_runtime.__file__).parent.rglob("*.py"):
+        text = path.read_text()
+        if PACKAGE not in text or (path.parent.name == "gpu" and path.stem.endswith("_kernels")):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(PACKAGE):
+                assert not any(each.name.endswith("_kernels") for each in node.names), path
+                if node.module.endswith("_kernels"):
+                    module = importlib.import_module(node.module)
+                    yield from (getattr(module, each.name) for each in node.names)
+            elif isinstance(node, ast.Import):
+                assert not any(each.name.startswith(PACKAGE) for each in node.names), path

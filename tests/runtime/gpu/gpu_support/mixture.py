@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from gpu_support.row_references import ACTIVATIONS, clamped_gate
 from torch import Tensor
-from torch.nn import functional
 
 from megatron_runtime.gpu import experts
-
-ACTIVATIONS = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda widened: functional.gelu(widened, approximate="tanh"),
-    "relu_squared": lambda widened: functional.relu(widened).square(),
-}
 
 
 @dataclass(frozen=True)
@@ -34,6 +28,8 @@ class MixtureCase:
     is_gated: bool = True
     clamped: tuple[float, float] | None = None
     weights_inputs: bool = False
+    shared: tuple[Tensor, Tensor | None] | None = None
+    """The results of the shared expert, and the logits of its gate."""
 
     @classmethod
     def random(
@@ -46,6 +42,7 @@ class MixtureCase:
         activation: str = "silu",
         is_biased: bool = False,
         elsewhere: int = 0,
+        shared: str = "",
         **options: Any,
     ) -> MixtureCase:
         """The same seed for all cases.
@@ -58,6 +55,7 @@ class MixtureCase:
             activation: One of ACTIVATIONS.
             is_biased: Whether the products have biases.
             elsewhere: Number of experts before and of those after the ones here.
+            shared: "plain" or "gated": that there is a shared expert.
             options: Further fields.
         """
         generator = torch.Generator().manual_seed(1)
@@ -81,6 +79,7 @@ class MixtureCase:
             ([made(wide) for _ in range(count)], [made(hidden) for _ in range(count)]) if is_biased else None,
             activation,
             first=elsewhere,
+            shared=(made(tokens, hidden), made(tokens, 1) if shared == "gated" else None) if shared else None,
             **options,
         )
 
@@ -90,13 +89,21 @@ class MixtureCase:
             None if each is None else tuple([tensor.to(device) for tensor in part] for part in each)
             for each in (self.matrices, self.biases)
         )
-        hidden, weights, chosen = (each.to(device) for each in (self.hidden, self.weights, self.chosen))
-        return replace(self, hidden=hidden, weights=weights, chosen=chosen, matrices=matrices, biases=biases)
+        there = self._with(lambda each: each.to(device))
+        return replace(there, matrices=matrices, biases=biases)
 
     def rows(self, start: int, stop: int) -> MixtureCase:
         """Some of the tokens."""
-        hidden, weights, chosen = (each[start:stop] for each in (self.hidden, self.weights, self.chosen))
-        return replace(self, hidden=hidden, weights=weights, chosen=chosen)
+        return self._with(lambda each: each[start:stop])
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> MixtureCase:
+        """With other tensors of the tokens."""
+        hidden, weights, chosen = map(change, (self.hidden, self.weights, self.chosen))
+        shared = None
+        if self.shared is not None:
+            result, logits = self.shared
+            shared = change(result), None if logits is None else change(logits)
+        return replace(self, hidden=hidden, weights=weights, chosen=chosen, shared=shared)
 
     def process(self, tile_rows: int) -> Tensor:
         """By the kernels."""
@@ -109,7 +116,7 @@ class MixtureCase:
             clamped=self.clamped,
         )
         routing, options = (self.weights, self.chosen), {"weights_inputs": self.weights_inputs}
-        return experts.process(self.hidden, routing, networks, self.first, tile_rows, **options)
+        return experts.process(self.hidden, routing, networks, self.first, tile_rows, shared=self.shared, **options)
 
     def expected(self) -> Tensor:
         """In float64, for tensors of the host."""
@@ -120,7 +127,10 @@ class MixtureCase:
                     given = self.hidden[token].double() * (weight if self.weights_inputs else 1)
                     result = self._network(given, expert - self.first)
                     total[token] += result * (1 if self.weights_inputs else weight)
-        return total
+        if self.shared is None:
+            return total
+        result, logits = self.shared
+        return total + result.double() * (1 if logits is None else logits.double().sigmoid())
 
     def _network(self, given: Tensor, expert: int) -> Tensor:
         gate_up, down = (part[expert].double() for part in self.matrices)
@@ -131,6 +141,4 @@ class MixtureCase:
         gate, value = widened.chunk(2)
         if self.clamped is None:
             return down @ (ACTIVATIONS[self.activation](gate) * value) + biases[1]
-        alpha, limit = self.clamped
-        gate, value = gate.clamp(max=limit), value.clamp(-limit, limit)
-        return down @ (gate * torch.sigmoid(alpha * gate) * (value + 1)) + biases[1]
+        return down @ clamped_gate(gate, value, *self.clamped) + biases[1]

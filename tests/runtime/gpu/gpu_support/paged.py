@@ -87,12 +87,19 @@ class PagedCase:
         return attention.attend(self.heads, self.rotation, self.cache, batch, window, soft_cap, sinks, is_chunked)
 
     def expected(
-        self, window: int | None, soft_cap: float | None, sinks: Tensor | None = None, is_chunked: bool = False
+        self,
+        window: int | None,
+        soft_cap: float | None,
+        sinks: Tensor | None = None,
+        is_chunked: bool = False,
+        *,
+        rounded: torch.dtype | None = None,
     ) -> Tensor:
-        """In float64, from the cache, which has the new keys and values."""
+        """In float64, from the cache, which has the new keys and values; ``rounded``: the type of rotated queries, if
+        it is not that of the heads."""
         keys, values = (array.double() for array in self.cache)
         kv_heads, page, width = keys.shape[1:]
-        queries = self._rotated()[:, : self.heads.shape[1] - 2 * kv_heads].to(self.heads.dtype).double()
+        queries = self._rotated()[:, : self.heads.shape[1] - 2 * kv_heads].to(rounded or self.heads.dtype).double()
         seen = torch.empty_like(queries)
         for row, (length, new) in enumerate(self.lengths):
             every = torch.arange(length)

@@ -130,6 +130,9 @@ def count(rank: int, sizes: ParallelSizes, port: int, guard: Path, params: dict[
         said["graph"] = result["cuda_graph_request_count"]
         said["step"] = (work.replays, work.launches, work.pinned_copies, dict(+work.copies), sum(work.waits.values()))
         engine.reset()
+        # A rank that closes its connections is lost to one whose last pass has not ended.
+        with _disable_current_modes():
+            ranks.barrier("the last pass")
     return said
 
 

@@ -67,6 +67,7 @@ def add_up(rank: int, sizes: ParallelSizes, port: int) -> dict[str, Any]:
         fake.calls = []
         half, odd = torch.ones(4, 8, dtype=torch.float16), torch.ones(3, 3, dtype=torch.bfloat16)
         for part in (half, odd, torch.ones(0, 8), torch.ones(BUFFER_BYTES // 4 + 8)):
+            assert ranks.memory_for_part(part.shape, part.dtype) is None
             assert ranks.sum(part).eq(sizes.tensor).all()
         said["by NCCL"] = collectives.by_nccl, len(fake.calls)
         for part in (torch.ones(41)[1:], torch.ones(8, 5).t()):  # as the kernels can't write it, on one rank alone
@@ -86,7 +87,10 @@ def _adds_up(ranks: Ranks, dtype: torch.dtype, rows: int, width: int = 1024) -> 
         expected = expected + part
     mine, row = parts[ranks.position.rank], slice(rows // 2, rows // 2 + 1)
     alone, whole = ranks.sum(mine[row].clone()), ranks.sum(mine.clone())
-    return torch.equal(whole, expected) and torch.equal(alone, expected[row])
+    memory = ranks.memory_for_part(mine.shape, dtype)
+    assert memory is not None
+    there = ranks.sum(memory.copy_(mine))
+    return torch.equal(whole, expected) and torch.equal(alone, expected[row]) and torch.equal(there, expected)
 
 
 def choose(rank: int, sizes: ParallelSizes, port: int, change: str, changed: int) -> tuple[list[bool], bool]:
