@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.setting_ranges import check_routing_alpha, check_state_memory
-from megatron_runtime.unavailable_settings import AsyncScheduleMode, UnavailableSettings
+from megatron_runtime.unavailable_settings import UnavailableSettings
 
 __all__ = [
     "AsyncScheduleMode",
@@ -66,6 +66,15 @@ class PrefixCachingEvictionPolicy(StrEnum):
     """Not at all: requests share only blocks that they use at the same time."""
     LRU = "lru"
     """Until its memory is needed: least recently used first, and no block before those that continue it."""
+
+
+class AsyncScheduleMode(StrEnum):
+    """When the next decode pass begins. The tokens are the same."""
+
+    LEGACY = "legacy"
+    """Once the tokens of the last pass are known."""
+    ASYNC = "async"
+    """Before, where `engine.next_pass` can: on a CUDA graph, with no drafts, edited logits or log probabilities."""
 
 
 class CudaGraphSizingDistribution(StrEnum):
@@ -144,8 +153,9 @@ class InferenceConfig(UnavailableSettings):
     distribution, after penalties, biases, temperature and filters. Tokens of the prompt always have raw ones."""
     num_cuda_graphs: int | None = None
     """Most numbers of requests for which passes without prompts, and of tokens for which passes with prompts, are
-    captured as CUDA graphs with their sampling when the engine is created. -1: all sizes, or none if the model or its
-    device does not permit graphs; any other number is then an error. None and 0: every pass runs eagerly."""
+    captured as CUDA graphs with their sampling when the engine is created; a draft counts as a request. -1: all sizes,
+    or none if the model or its device does not permit graphs; any other number is then an error. None and 0: every pass
+    runs eagerly."""
     cuda_graph_sizing_distribution: CudaGraphSizingDistribution = CudaGraphSizingDistribution.EXPONENTIAL
     """How the numbers of requests are chosen."""
     cuda_graph_max_tokens: int = 512
@@ -156,6 +166,8 @@ class InferenceConfig(UnavailableSettings):
     """0: they are not. Otherwise without effect, because a graph with prompts permits any number of them."""
     cuda_graph_all_prefills: bool = False
     """Whether passes with prompts are captured up to ``max_tokens``."""
+    async_sched_mode: AsyncScheduleMode = AsyncScheduleMode.ASYNC
+    """Whether a decode pass may begin before the tokens of the last one are known."""
     batch_invariant: bool = False
     """Whether the bits of a request's results on a GPU must not depend on other requests: products with weights have a
     fixed number of rows then, which takes longer. On a CPU they never depend on others, except where PyTorch's
@@ -173,7 +185,7 @@ class InferenceConfig(UnavailableSettings):
     max_lora_rank: int = 64
     """Largest r of the matrices of an adapter."""
     grammar_cache_bytes: int = 96 * 2**20
-    """Most memory, about, of compiled grammars that are kept for later requests."""
+    """Most memory, about, of compiled grammars that are kept for waiting and later requests."""
     materialize_only_last_token_logits: bool = False
     """Never computes logits of prompts, and fails requests with log probabilities of them. Otherwise only the requested
     ones are computed."""
@@ -208,6 +220,7 @@ class InferenceConfig(UnavailableSettings):
         self.prefix_caching_coordinator_policy = _member(
             PrefixCachingCoordinatorPolicy, self, "prefix_caching_coordinator_policy"
         )
+        self.async_sched_mode = _member(AsyncScheduleMode, self, "async_sched_mode")
         self.cuda_graph_sizing_distribution = _member(
             CudaGraphSizingDistribution, self, "cuda_graph_sizing_distribution"
         )

@@ -14,7 +14,7 @@ from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.context_limits import ContextLimits
 from megatron_runtime.engine.engine_adapters import EngineAdapters
 from megatron_runtime.engine.routing_store import ExpertRouting
-from megatron_runtime.engine.sampling.grammar import compiled_grammars
+from megatron_runtime.engine.sampling.compiled_grammars import compiled_grammars
 from megatron_runtime.engine.scheduling.draft_length import DraftLength
 from megatron_runtime.engine.scheduling.prompt_lookup import PromptLookup
 from megatron_runtime.engine.scheduling.sequence import Sequence

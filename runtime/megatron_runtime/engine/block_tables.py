@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Slices
+
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_runtime.engine.scheduling.sequence import Sequence
+from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice
 
 
 class BlockTables:
@@ -43,6 +45,15 @@ class BlockTables:
             self._num_known[row] = now
             self._changed[row] = min(known, self._changed.get(row, known))
         return row
+
+    def sync_all(self, slices: Slices[SequenceSlice]) -> None:
+        """As `sync`, for the sequences of all slices."""
+        known = self._num_known
+        for part in slices:
+            sequence = part.sequence
+            # Few sequences of a pass have new blocks, and the others are not worth a call.
+            if sequence.row is None or known[sequence.row] != len(sequence.blocks):
+                self.sync(sequence)
 
     def pop_changes(self) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """What was written since the last call: places in the flat tables, and the blocks there, both [N]."""

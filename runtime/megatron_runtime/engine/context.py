@@ -20,12 +20,15 @@ from megatron_runtime.engine.flat_slices import FlatSlices
 from megatron_runtime.engine.packed_arrays import on_device
 from megatron_runtime.engine.routing_store import ExpertRouting
 from megatron_runtime.engine.sampling.grammar import RequestGuide
-from megatron_runtime.engine.sampling.sampling_table import SamplingRules, SamplingTable
+from megatron_runtime.engine.sampling.penalties import has_one_draw
+from megatron_runtime.engine.sampling.sampler import make_sampling_table
+from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 from megatron_runtime.engine.sampling.thinking import ThinkingLimit
 from megatron_runtime.engine.scheduling.block_allocator import BlockAllocator
 from megatron_runtime.engine.scheduling.prefix_cache import PrefixCache
 from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice, SettledPass
 from megatron_runtime.engine.scheduling.state_snapshots import StateSnapshots
+from megatron_runtime.engine.sequence_rows import SampledTokens
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
@@ -132,8 +135,10 @@ class DynamicInferenceContext:
         self.block_tables = BlockTables(
             self.limits.max_requests, self.limits.max_blocks_per_sequence, self.block_size_tokens
         )
-        self._sampling = SamplingTable(self.limits.max_requests, model_config.vocab_size)
-        self._prefill_ends = [0] * self.limits.max_requests
+        longest = self.limits.max_sequence_length
+        self._sampling = make_sampling_table(self.limits.max_requests, model_config.vocab_size, longest, self.device)
+        self._prefill_ends: dict[int, int] = {}
+        """By row, the number of tokens that a sequence began with, until a pass has computed the last of them."""
         self.is_allocated = True
 
     @property
@@ -151,9 +156,15 @@ class DynamicInferenceContext:
     def count_pass(self, slices: Slices[SequenceSlice]) -> None:
         """Count a pass over slices of running sequences."""
         self.step_count += 1
+        if not self._prefill_ends:
+            return
         for part in slices:
-            if part.start < (end := self._prefill_ends[_row_of(part.sequence)]):
+            row = _row_of(part.sequence)
+            if row in self._prefill_ends:
+                end = self._prefill_ends[row]
                 self.lifetime_prefill_token_count += min(part.end, end) - part.start
+                if part.end >= end:
+                    del self._prefill_ends[row]
 
     @property
     def max_requests(self) -> int:
@@ -184,12 +195,14 @@ class DynamicInferenceContext:
         sequence.row = row = self._free_rows.pop()
         self.block_tables.clear(row)
         self._prefill_ends[row] = len(sequence.tokens)
-        self._sampling.write(row, params, sequence.prompt_length, stop_ids, bad_sequences, guide, thinking)
+        rules = params, sequence.prompt_length, stop_ids, bad_sequences, guide, thinking
+        self._sampling.write(row, *rules, counts_on_device=has_one_draw(sequence, self.config.logprobs_mode))
 
     def vacate(self, sequence: Sequence) -> None:
         """Free the row of a sequence that has stopped running, if it has one."""
         if sequence.row is not None:
             self._free_rows.append(sequence.row)
+            self._prefill_ends.pop(sequence.row, None)
             sequence.row = None
 
     def load_snapshots(self, slices: Slices[SequenceSlice]) -> None:
@@ -232,9 +245,20 @@ class DynamicInferenceContext:
         adapters = AdapterRows(slots, {slot: there.pop(f"adapter {slot}") for slot in rows})
         return ForwardBatch(**there, adapters=adapters, host_tables=tables)
 
-    def sampling_rules(self, slices: Slices[SequenceSlice], *, with_edits: bool = True) -> SamplingRules:
-        """The sampling rules of the slices that sample. Without edits, the tokens of the slices need not be known."""
+    def sampling_rules(
+        self, slices: Slices[SequenceSlice], *, with_edits: bool = True, known: SamplingRules | None = None
+    ) -> SamplingRules:
+        """The sampling rules of the slices that sample. Without edits, the tokens of the slices need not be known.
+
+        ``known`` are their rules without edits, if those are known.
+        """
+        if known is not None and not self._sampling.may_edit:
+            return known
         return self._sampling.rules([(part.sequence, part.end) for part in slices if part.samples], with_edits)
+
+    def rules_for_sampled(self, sampled: SampledTokens) -> SamplingRules | None:
+        """The rules without edits of sequences that all sample after the pass; None if penalties need the tokens."""
+        return self._sampling.rules_for_sampled(*sampled.sequences, sampled.sources)
 
     def sampled_logit_rows(self, slices: Slices[SequenceSlice]) -> Tensor | None:
         """int64 [S], the rows of the logits that are sampled; None means all rows."""

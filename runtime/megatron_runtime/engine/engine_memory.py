@@ -13,7 +13,12 @@ from megatron_runtime.engine.pass_graphs import capture_obstacle, make_pass_grap
 from megatron_runtime.engine.text_generation_controller import TextGenerationController
 from megatron_runtime.errors import ConfigurationError, EngineError
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.device_memory import address_obstacle, describe_shortage, format_gibibytes
+from megatron_runtime.model.device_memory import (
+    address_obstacle,
+    describe_shortage,
+    format_gibibytes,
+    is_device_shortage,
+)
 from megatron_runtime.model.kv_cache import FLOAT8
 from megatron_runtime.model.refit import (
     Weights,
@@ -94,8 +99,11 @@ class EngineMemory:
         device = self._context.device
         try:
             self._restore()
-        except torch.OutOfMemoryError as error:
-            shortage = describe_shortage("while the engine resumed", device, error)
+        except (RuntimeError, ConfigurationError) as error:
+            cause = error.__cause__ if isinstance(error, ConfigurationError) else error  # the first from a capture
+            if cause is None or not is_device_shortage(cause):
+                raise
+            shortage = describe_shortage("while the engine resumed", device, cause)
             self.release()
             raise EngineError(
                 f"{shortage}; it needs {format_gibibytes(self._num_bytes)} for what the suspension has released. "

@@ -15,6 +15,7 @@ from megatron_runtime.engine.graph_sizes import GraphSize
 from megatron_runtime.engine.sampling.gpu_sampler import TRUNCATION_FIELDS, row_parameters
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 from megatron_runtime.engine.scheduling.sequence import SequenceSlice
+from megatron_runtime.engine.sequence_rows import SampledTokens, SequenceRows
 from megatron_runtime.model.kernel_warm_up import NOT_STORED
 
 Fields = dict[str, tuple[DTypeLike, int]]
@@ -36,7 +37,10 @@ _SAMPLING_FIELDS: dict[str, DTypeLike] = {
 
 def is_decode_pass(slices: Slices[SequenceSlice]) -> bool:
     """Whether each slice has one token, and samples the next one."""
-    return all(part.samples and part.end - part.start == 1 and part.sequence.pooling is None for part in slices)
+    for part in slices:  # faster than a generator
+        if not part.samples or part.end - part.start != 1 or part.sequence.pooling is not None:
+            return False
+    return True
 
 
 def needs_last_logits(slices: Slices[SequenceSlice]) -> bool:
@@ -88,11 +92,11 @@ class GraphInputs:
         slices: Slices[SequenceSlice],
         size: GraphSize,
         rules: SamplingRules,
-        sources: NDArray[np.int64] | None = None,
+        sampled: SampledTokens | None = None,
     ) -> dict[str, NDArray[Any]]:
         """A pass over slices on a graph of this size, without prompts if each slice has one token and samples.
 
-        In a pass without prompts, the tokens can come from ``sources``, one for each slice.
+        In a pass without prompts, the tokens can be ``sampled`` ones, one for each slice.
 
         What is beyond them is padding: tokens whose keys and values are not stored, and requests without tokens, or in
         a pass without prompts with one of them.
@@ -103,7 +107,7 @@ class GraphInputs:
         if size.has_prompts:
             self._write_prompts(here, slices)
         else:
-            self._write_single_tokens(here, slices, sources)
+            self._write_single_tokens(here, slices, sampled)
         self._write_rules(here, row_parameters(rules))
         places, blocks = self._tables.pop_changes()
         room = self._num_entries
@@ -111,16 +115,17 @@ class GraphInputs:
         return {} if len(places) <= room else {"places": places[room:], "blocks": blocks[room:]}
 
     def _write_single_tokens(
-        self, here: Mapping[str, NDArray[Any]], slices: Slices[SequenceSlice], sources: NDArray[np.int64] | None
+        self, here: Mapping[str, NDArray[Any]], slices: Slices[SequenceSlice], sampled: SampledTokens | None
     ) -> None:
-        count, tables = len(slices), self._tables
-        rows = np.fromiter((tables.sync(part.sequence) for part in slices), np.intp, count)
-        positions = np.fromiter((part.start for part in slices), np.int64, count)
-        known = {"sources": sources}
-        if sources is None:
-            known = {"tokens": np.fromiter((part.sequence.tokens[part.start] for part in slices), np.int64, count)}
-        self._write_tokens(here, known | {"positions": positions, "slots": tables.slots(rows, positions)})
-        self._write_requests(here, {"context_lengths": positions + 1, "table_rows": rows})
+        self._tables.sync_all(slices)
+        if sampled is None:
+            tokens = np.fromiter((part.sequence.tokens[part.start] for part in slices), np.int64, len(slices))
+            given, (rows, lengths) = {"tokens": tokens}, SequenceRows.of(slices)
+        else:
+            given, (rows, lengths) = {"sources": sampled.sources}, sampled.sequences
+        positions = lengths - 1
+        self._write_tokens(here, given | {"positions": positions, "slots": self._tables.slots(rows, positions)})
+        self._write_requests(here, {"context_lengths": lengths, "table_rows": rows})
 
     def _write_prompts(self, here: Mapping[str, NDArray[Any]], slices: Slices[SequenceSlice]) -> None:
         """The logits are those of the slices that sample, in their order."""

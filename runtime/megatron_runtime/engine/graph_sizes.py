@@ -22,7 +22,7 @@ attention and as much as another one in the head."""
 
 
 class GraphSize(NamedTuple):
-    """The size of a graph: of tokens and requests, with padding."""
+    """The size of a graph: of tokens and requests, with padding. A draft counts as a request of one token."""
 
     tokens: int
     requests: int
@@ -41,24 +41,29 @@ def graph_sizes(config: InferenceConfig, max_requests: int, max_tokens: int) -> 
         max_requests: Most requests of a pass.
         max_tokens: Most tokens of a pass.
     """
-    requests = decode_sizes(config, max_requests)
+    requests = decode_sizes(config, most_rows(config, max_requests, max_tokens))
     return sorted([*(GraphSize(size, size) for size in requests), *prompt_sizes(config, requests, max_tokens)])
 
 
-def decode_sizes(config: InferenceConfig, max_requests: int) -> list[int]:
+def most_rows(config: InferenceConfig, max_requests: int, max_tokens: int) -> int:
+    """Most tokens that a pass samples: after each request and each draft, as far as the pass has room for drafts."""
+    return min(max_requests * (1 + config.num_speculative_tokens), max_tokens)
+
+
+def decode_sizes(config: InferenceConfig, max_rows: int) -> list[int]:
     """The numbers of requests of graphs without prompts, ascending; a pass runs on the smallest one that it fits.
 
-    The largest is the most requests of a pass, or ``cuda_graph_max_tokens`` if that is less. ``exponential`` halves it
-    down to 1; of these, the ``num_cuda_graphs`` largest are used. ``linear`` has ``num_cuda_graphs`` equal steps, which
-    are rounded up to multiples of 8. With ``num_cuda_graphs=-1``, ``exponential`` has all of its sizes, and ``linear``
-    1, 2, 4, then steps of 8 up to 256, then of 16. These rules are those of Megatron Core. With ``batch_invariant``
-    the sizes are rounded up to multiples of the rows of a product, so that nothing has to be padded.
+    The largest is ``max_rows``, or ``cuda_graph_max_tokens`` if that is less. ``exponential`` halves it down to 1; of
+    these, the ``num_cuda_graphs`` largest are used. ``linear`` has ``num_cuda_graphs`` equal steps, which are rounded
+    up to multiples of 8. With ``num_cuda_graphs=-1``, ``exponential`` has all of its sizes, and ``linear`` 1, 2, 4,
+    then steps of 8 up to 256, then of 16. These rules are those of Megatron Core. With ``batch_invariant`` the sizes
+    are rounded up to multiples of the rows of a product, so that nothing has to be padded.
 
     Args:
         config: The settings; None or 0 graphs: no sizes.
-        max_requests: Most requests of a pass.
+        max_rows: Most requests of a pass with their drafts, as from `most_rows`.
     """
-    count, largest = config.num_cuda_graphs, min(max_requests, config.cuda_graph_max_tokens)
+    count, largest = config.num_cuda_graphs, min(max_rows, config.cuda_graph_max_tokens)
     if not count:
         return []
     if config.cuda_graph_sizing_distribution is CudaGraphSizingDistribution.LINEAR:

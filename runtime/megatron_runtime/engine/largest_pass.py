@@ -1,7 +1,7 @@
 """The memory that the largest pass needs, measured before the KV cache gets the rest.
 
 The measurement reads the counters of PyTorch's allocator and of the driver. No test covers these two readings, which
-need a GPU; the pass itself runs on any device.
+need a GPU, and only `make gpu` does; the pass itself runs on any device.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import torch
 from megatron_runtime.config import CUDA_SHARE, InferenceConfig
 from megatron_runtime.engine.context import LogProbRows
 from megatron_runtime.engine.context_limits import ContextLimits
-from megatron_runtime.engine.graph_sizes import graph_sizes
+from megatron_runtime.engine.graph_sizes import graph_sizes, most_rows
 from megatron_runtime.engine.pass_graphs import buffer_bytes
 from megatron_runtime.engine.sampling.exponential_noise import noise_keys
 from megatron_runtime.engine.sampling.filters.truncations import TopP
+from megatron_runtime.engine.sampling.penalties import penalty_bytes
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 from megatron_runtime.engine.text_generation_controller import TextGenerationController
 from megatron_runtime.errors import ConfigurationError
@@ -44,11 +45,13 @@ def measure_kv_cache_memory(controller: TextGenerationController, config: Infere
     limits = largest_limits(controller, config)
     with naming_device_memory("in a pass of the largest size", device):
         cached = cache_dtype(config.kv_cache_dtype, controller.model.config, controller.model.dtype, device)
-        largest = _bytes_of_pass(controller, limits, cached, records_routing=config.moe_enable_routing_replay)
+        eager = limits_of_eager_passes(config, limits)
+        largest = _bytes_of_pass(controller, eager, cached, records_routing=config.moe_enable_routing_replay)
         if captured := limits_of_graphs(config, limits):
             largest += _bytes_of_pass(controller, captured, cached) + buffer_bytes(
                 captured, controller.model.config.vocab_size
             )
+    largest += penalty_bytes(limits.max_requests, limits.max_sequence_length)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return share_for_kv_cache(free, total, largest)
@@ -94,6 +97,11 @@ def largest_limits(controller: TextGenerationController, config: InferenceConfig
         dtype=cache_dtype(config.kv_cache_dtype, model.config, model.dtype, model.device),
         device_type=model.device.type,
     )
+
+
+def limits_of_eager_passes(config: InferenceConfig, limits: ContextLimits) -> ContextLimits:
+    """The limits of a pass in which each draft is a request of its own."""
+    return replace(limits, max_requests=most_rows(config, limits.max_requests, limits.max_tokens))
 
 
 def limits_of_graphs(config: InferenceConfig, limits: ContextLimits) -> ContextLimits | None:

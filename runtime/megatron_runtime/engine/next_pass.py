@@ -15,17 +15,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from megatron_runtime.engine.context import DynamicInferenceContext
 from megatron_runtime.engine.graph_sizes import GraphSize
 from megatron_runtime.engine.pass_graphs import PassGraphs
+from megatron_runtime.engine.sampling.penalties import are_equal
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 from megatron_runtime.engine.scheduling.scheduler import Scheduler
 from megatron_runtime.engine.scheduling.sequence import SequenceSlice
+from megatron_runtime.engine.sequence_rows import SampledTokens, SequenceRows
 from megatron_runtime.engine.shared_output import PendingOutput
 from megatron_runtime.engine.text_generation_controller import StepOutput
+from megatron_runtime.model.device_memory import is_device_shortage
 from megatron_runtime.parallel.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -33,8 +35,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _BegunPass:
-    """A pass whose tokens are sampled without edits."""
+class BegunPass:
+    """A pass whose tokens are sampled without edits, except for penalties whose tokens the device counts."""
 
     slices: Slices[SequenceSlice]
     """Those that sample."""
@@ -43,16 +45,22 @@ class _BegunPass:
     places: NDArray[np.intp]
     """Of their tokens among those on the device."""
     tokens: ArrivingTokens
+    size: GraphSize
+    sequences: SequenceRows | None = None
+    """Of the slices, after the pass; None: not known yet."""
 
     def rows_of(self, slices: Slices[SequenceSlice], rules: SamplingRules) -> NDArray[np.intp] | None:
         """Where these slices are among those of the pass, which has them with these rules; None if it has not."""
         rows = np.arange(len(slices))
+        if rules is self.rules:
+            return rows
         if slices != self.slices:
             numbers = {part: number for number, part in enumerate(self.slices)}
             rows = np.fromiter((numbers.get(part, -1) for part in slices), np.intp, len(slices))
             if (rows < 0).any():
                 return None
-        return rows if _samples_alike(self.rules.take(rows), rules) else None
+        are_alike = are_equal(self.rules.penalties, rows, rules.penalties)
+        return rows if are_alike and _samples_alike(self.rules.take(rows), rules) else None
 
 
 def _samples_alike(one: SamplingRules, other: SamplingRules) -> bool:
@@ -66,7 +74,7 @@ def _samples_alike(one: SamplingRules, other: SamplingRules) -> bool:
 
 
 class NextPass:
-    """Runs the passes of an engine that need neither edits of logits nor log probabilities.
+    """Runs the passes of an engine that need neither log probabilities nor edits for which the host has to know tokens.
 
     Args:
         graphs: The CUDA graphs.
@@ -82,14 +90,18 @@ class NextPass:
         self._graphs = graphs
         self._context = context
         self._scheduler = scheduler
-        self._last: _BegunPass | None = None
+        self._last: BegunPass | None = None
         """The last pass of `run`, which the next one can follow."""
-        self._begun: _BegunPass | None = None
+        self._begun: BegunPass | None = None
 
     @property
     def has_begun(self) -> bool:
         """Whether a pass is begun that is not scheduled yet."""
         return self._begun is not None
+
+    def begun_for(self, slices: Slices[SequenceSlice]) -> BegunPass | None:
+        """The pass that has begun, if its slices are exactly these."""
+        return self._begun if self._begun is not None and self._begun.slices == slices else None
 
     def drop(self) -> None:
         """Neither use what has begun, for which this waits, nor begin the pass that follows the last one."""
@@ -106,32 +118,36 @@ class NextPass:
             places = np.arange(len(rules.keys))
         else:
             tokens, places = begun.tokens, begun.places[rows]
-        if len(places) == len(slices):
-            self._last = _BegunPass(slices, rules, places, tokens)
+        if begun is not None and begun.rules is rules:
+            self._last = begun
+        elif len(places) == len(slices):
+            self._last = BegunPass(slices, rules, places, tokens, size)
         return lambda: StepOutput(tokens.wait()[places].tolist(), None)
 
     def begin(self) -> None:
         """Begin the pass after the last one, if there are blocks and memory for it.
 
         Raises:
-            OutOfMemoryError: There is no memory for it, and the replica group has other ranks.
+            RuntimeError: There is no memory for it, and the replica group has other ranks.
         """
         try:
             self._begin()
-        except torch.OutOfMemoryError:
-            if not self._is_single:
-                raise  # Other ranks have begun it, and wait for this one.
+        except RuntimeError as error:
+            if not self._is_single or not is_device_shortage(error):
+                raise  # Several ranks: the others have begun it, and wait for this one.
             self.drop()
 
     def _begin(self) -> None:
         last, self._last = self._last, None
         if last is None or self._scheduler.num_paused:
             return
-        following = self._scheduler.reserve_next(last.slices)
-        slices = [part for part in following if part is not None]
-        if not slices or (size := self._graphs.size_for(slices)) is None:
+        slices, ended = self._scheduler.reserve_next(last.slices)
+        if not slices or (size := self._graphs.decode_size(len(slices))) is None:
             return
-        sources = last.places[[part is not None for part in following]]
-        rules = self._context.sampling_rules(slices, with_edits=False)
-        tokens = self._graphs.begin(slices, size, rules, sources).begin_sampling()
-        self._begun = _BegunPass(slices, rules, np.arange(len(slices)), tokens)
+        left = np.delete(np.arange(len(last.slices)), ended) if ended else slice(None)
+        sequences = (last.sequences or SequenceRows.of(last.slices)).following(left)
+        sampled = SampledTokens(last.places[left], sequences)
+        if (rules := self._context.rules_for_sampled(sampled)) is None:
+            return
+        tokens = self._graphs.begin(slices, size, rules, sampled).begin_sampling()
+        self._begun = BegunPass(slices, rules, np.arange(len(slices)), tokens, size, sequences)

@@ -21,19 +21,25 @@ def on_device(arrays: Mapping[str, NDArray[np.generic]], device: torch.device) -
     """
     if device.type == "cpu":
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
-    starts, size = [], 0
-    for values in arrays.values():
-        starts.append(size)
-        size += -(-values.nbytes // _ALIGNMENT) * _ALIGNMENT
-    packed = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    target = packed.numpy()
-    for start, values in zip(starts, arrays.values(), strict=True):
-        target[start : start + values.nbytes] = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+    packed, starts = pack(arrays, pin_memory=True)
     copied = packed.to(device, non_blocking=True)
     return {
         name: copied[start : start + values.nbytes].view(torch.from_numpy(values[:0]).dtype).view(values.shape)
         for start, (name, values) in zip(starts, arrays.items(), strict=True)
     }
+
+
+def pack(arrays: Mapping[str, NDArray[np.generic]], *, pin_memory: bool) -> tuple[Tensor, list[int]]:
+    """The bytes of the arrays in one tensor of the host, and where each of them begins."""
+    starts, size = [], 0
+    for values in arrays.values():
+        starts.append(size)
+        size += -(-values.nbytes // _ALIGNMENT) * _ALIGNMENT
+    packed = torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory)
+    target = packed.numpy()
+    for start, values in zip(starts, arrays.values(), strict=True):
+        target[start : start + values.nbytes] = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+    return packed, starts
 
 
 def on_host(*tensors: Tensor) -> list[Tensor]:

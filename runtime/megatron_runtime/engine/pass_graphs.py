@@ -13,7 +13,6 @@ from collections.abc import Sequence as Slices
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -27,9 +26,10 @@ from megatron_runtime.engine.sampling.gpu_edits import GpuEdits
 from megatron_runtime.engine.sampling.gpu_sampler import TRUNCATION_FIELDS
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 from megatron_runtime.engine.scheduling.sequence import SequenceSlice
+from megatron_runtime.engine.sequence_rows import SampledTokens
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.device_memory import naming_device_memory
+from megatron_runtime.model.device_memory import GENERAL_REMEDY, naming_device_memory
 from megatron_runtime.model.experts import Experts
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kernels.gpu_attention import has_gpu_attention
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-_REMEDY = "use --num-cuda-graphs 0"
+_REMEDY = f"use --num-cuda-graphs 0, or {GENERAL_REMEDY}"
 
 
 class CapturedPass:
@@ -50,7 +50,7 @@ class CapturedPass:
         logits: Tensor,
         tokens: Tensor,
         sampling: torch.cuda.CUDAGraph | None,
-        edits: GpuEdits,
+        edits: GpuEdits | None,
         there: dict[str, Tensor],
         copies: TokenCopies,
     ) -> None:
@@ -63,8 +63,9 @@ class CapturedPass:
         self._copies = copies
 
     def edit_(self, logits: Tensor) -> None:
-        """Apply the edits to the logits of this pass."""
-        self._edits.apply_(logits, self._there)
+        """Apply edits and penalties to the logits of this pass, once."""
+        if self._edits is not None:
+            self._edits.apply_(logits, self._there, self._tokens)
 
     def sample(self, logits: Tensor) -> Tensor:
         """int64 [S], one token for each row of the logits of this pass; valid until the next pass."""
@@ -75,7 +76,8 @@ class CapturedPass:
 
     @torch.inference_mode()
     def begin_sampling(self) -> ArrivingTokens:
-        """The same for logits without edits: the tokens come later, those of this pass first."""
+        """The same after edits and penalties: the tokens come later, those of this pass first."""
+        self.edit_(self.logits)
         self.sample(self.logits)
         return self._copies.begin()
 
@@ -207,10 +209,14 @@ class PassGraphs:
         if any(each.adapter is not None or each.replayed_routing is not None for each in sequences):
             return None
         if is_decode_pass(slices):
-            return self._smallest(GraphSize(len(slices), len(slices)))
+            return self.decode_size(len(slices))
         if not needs_last_logits(slices):
             return None
         return self._smallest(GraphSize(sum(part.length for part in slices), len(slices)), has_prompts=True)
+
+    def decode_size(self, requests: int) -> GraphSize | None:
+        """As `size_for`, for a pass that computes one token of each of so many requests, which were in the last one."""
+        return self._smallest(GraphSize(requests, requests))
 
     def _smallest(self, least: GraphSize, *, has_prompts: bool = False) -> GraphSize | None:
         """Of the captured sizes that a pass fits."""
@@ -227,21 +233,20 @@ class PassGraphs:
         slices: Slices[SequenceSlice],
         size: GraphSize,
         rules: SamplingRules,
-        sources: NDArray[np.int64] | None = None,
+        sampled: SampledTokens | None = None,
     ) -> CapturedPass:
         """Begin a pass on the graph of this size, as from `size_for`.
 
-        Without prompts, the tokens of the slices can be those that the last pass has sampled, from the places
-        ``sources``.
+        Without prompts, the tokens of the slices can be those that the last pass has ``sampled``.
         """
-        if more := self._inputs.write(self._arrays.host_arrays(), slices, size, rules, sources):
+        if more := self._inputs.write(self._arrays.host_arrays(), slices, size, rules, sampled):
             self._update_tables(more)
         self._arrays.send()
         self._graphs[size].replay()
         count = len(rules.keys)
         sampling = self._samplers[min(most for most in self._samplers if most >= count)] if count else None
-        edits = GpuEdits(rules.edits, count, self._logits.shape[1])
-        there = on_device(edits.arrays, self._model.device) if edits.arrays else {}
+        edits = GpuEdits(rules, self._logits.shape[1]) if rules.changes_logits else None
+        there = {} if edits is None else on_device(edits.arrays, self._model.device)
         return CapturedPass(self._logits[:count], self._tokens[:count], sampling, edits, there, self._copies)
 
     def _update_tables(self, entries: dict[str, NDArray[Any]]) -> None:

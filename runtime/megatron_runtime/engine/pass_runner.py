@@ -18,10 +18,10 @@ from megatron_runtime.engine.scheduling.schedule import Schedule
 from megatron_runtime.engine.scheduling.scheduler import Scheduler
 from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice, SettledPass
 from megatron_runtime.engine.shared_output import PendingOutput
-from megatron_runtime.engine.text_generation_controller import TextGenerationController
+from megatron_runtime.engine.text_generation_controller import StepOutput, TextGenerationController
 from megatron_runtime.engine.tracked_request import FinishReason, Scores, TrackedRequest
 from megatron_runtime.errors import EngineError, InvalidLogitsError
-from megatron_runtime.model.device_memory import describe_shortage
+from megatron_runtime.model.device_memory import describe_shortage, is_device_shortage
 
 
 @dataclass(frozen=True)
@@ -171,14 +171,13 @@ class PassRunner:
             self._context.load_snapshots(slices)
             with draft_rows(slices) as rows:
                 output = self._starter.begin(rows, started)
-        except torch.OutOfMemoryError as error:
+        except BaseException as error:
             self._withdraw(slices)
+            if not is_device_shortage(error):
+                raise
             self._fail_for_memory(slices, error)
             return None
-        except BaseException:
-            self._withdraw(slices)
-            raise
-        return _Pass(slices, [self._requests[part.sequence.request_id] for part in slices], output, started)
+        return _Pass(slices, self._requests.of(slices), output, started)
 
     def _withdraw(self, slices: list[SequenceSlice]) -> None:
         """Undo the schedule of a pass that failed. Recurrent states that it may have changed are computed again."""
@@ -186,7 +185,7 @@ class PassRunner:
         if self._context.has_states:
             self.evict_all()
 
-    def _fail_for_memory(self, slices: list[SequenceSlice], error: torch.OutOfMemoryError) -> None:
+    def _fail_for_memory(self, slices: list[SequenceSlice], error: BaseException) -> None:
         """End the requests that want log probabilities of prompts, or else all requests of the pass.
 
         Raises:
@@ -209,9 +208,36 @@ class PassRunner:
     def _settle(self, done: _Pass) -> None:
         output = done.output()
         self._apply_settled(self._scheduler.settle(done.slices))
+        seconds = self._context.clock() - done.started if output.seconds is None else output.seconds
+        if self._has_tokens_alone(done, output):
+            self._settle_tokens(done, output.tokens)
+        else:
+            self._settle_outputs(done, output)
+        self._requests.note_pass(done.requests)
+        self.drafter.note_pass(done.slices, seconds)
+
+    def _has_tokens_alone(self, done: _Pass, output: StepOutput) -> bool:
+        """Whether the output is a valid token after each slice: nearly always in a pass over many requests."""
+        has_more = output.log_probs is not None or output.pooled or output.mask_milliseconds or self._tracks_tokens
+        may_draft = self._context.config.num_speculative_tokens > 0
+        is_one_each = not may_draft and len(output.tokens) == len(done.slices)
+        return is_one_each and not has_more and NO_TOKEN not in output.tokens
+
+    def _settle_tokens(self, done: _Pass, tokens: list[int]) -> None:
+        """As `_settle_outputs`, but faster. Each token is kept: full sequences are in passes for more than tokens."""
+        for part, tracked, token in zip(done.slices, done.requests, tokens, strict=True):
+            sequence = part.sequence
+            if part.num_evictions != sequence.num_evictions:  # faster than `counts`
+                continue
+            if sequence.mask_milliseconds:
+                sequence.note_mask(0)
+            self.generated_tokens_total += 1
+            if (reason := tracked.settle(part, token, ())) is not None:
+                self.finish(tracked, reason)
+
+    def _settle_outputs(self, done: _Pass, output: StepOutput) -> None:
         tokens = iter(enumerate(output.tokens))
         pooled = iter(output.pooled)
-        seconds = self._context.clock() - done.started if output.seconds is None else output.seconds
         next_log_prob = 0
         for part, tracked in zip(done.slices, done.requests, strict=True):
             sequence, count = part.sequence, part.num_log_probs
@@ -230,14 +256,13 @@ class PassRunner:
                     tracked, "error", EngineError(f"the grammar has no valid continuation: {output.dead_ends[row]}")
                 )
                 continue
-            scores: Scores = []
+            scores: Scores = ()
             if count:
                 first = next_log_prob - count
                 scores = self._controller.scores(output.log_probs, first, count, tracked.params)
             self._settle_one(tracked, part, token, scores)
             if sampled and token is not None:
                 self._settle_drafts(tracked, part, [token, *sampled])
-        self.drafter.note_pass(done.slices, seconds)
 
     def _apply_settled(self, settled: SettledPass) -> None:
         try:
@@ -256,7 +281,7 @@ class PassRunner:
                 break  # The request has ended, or the next pass finds out why there is no token.
             accepted += 1
             self._scheduler.accept_draft(part.sequence)
-            self._settle_one(tracked, part, sampled[accepted], [])
+            self._settle_one(tracked, part, sampled[accepted], ())
         self.drafter.note_drafts(part, accepted)
 
     def _settle_one(self, tracked: TrackedRequest, part: SequenceSlice, token: int | None, scores: Scores) -> None:
@@ -265,16 +290,13 @@ class PassRunner:
             self._scheduler.forget_prefixes()
             self.finish(tracked, "error", InvalidLogitsError("the model returned logits that are not finite"))
             return
-        known = len(tracked.generated)
-        reason = tracked.settle(part, token, scores)
-        if token is not None and len(tracked.generated) > known:
+        if token is not None and len(part.sequence.tokens) < part.sequence.max_length:
             self.generated_tokens_total += 1
             if self._tracks_tokens:
                 self._note_token_event(tracked, token)
+        reason = tracked.settle(part, token, scores)
         if reason is not None:
             self.finish(tracked, reason)
-        elif tracked.params.streaming:
-            self._requests.note_partial(tracked)
 
     def _note_token_event(self, tracked: TrackedRequest, token: int) -> None:
         allocator = self._context.allocator

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_runtime.config import AsyncScheduleMode
 from megatron_runtime.engine.context import DynamicInferenceContext, LogProbRows
 from megatron_runtime.engine.graph_sizes import GraphSize
-from megatron_runtime.engine.next_pass import NextPass
+from megatron_runtime.engine.next_pass import BegunPass, NextPass
 from megatron_runtime.engine.pass_graphs import PassGraphs
 from megatron_runtime.engine.request_book import RequestBook
 from megatron_runtime.engine.sampling.sampler import NO_TOKEN
@@ -44,6 +45,7 @@ class PassStarter:
         self._graphs = graphs
         self._outputs = SharedOutputs(controller.model.ranks)
         self._next = None if graphs is None else NextPass(graphs, context, scheduler, controller.model.ranks)
+        self._begins_next = context.config.async_sched_mode is AsyncScheduleMode.ASYNC
         self.graph_size: int | None = None
         """Requests of the CUDA graph of the last pass, with padding; None: it ran eagerly."""
 
@@ -53,8 +55,8 @@ class PassStarter:
         return self._next is None or not self._next.has_begun or not self._scheduler.num_running
 
     def begin_next(self) -> None:
-        """Begin the pass that follows the last one, if that is possible."""
-        if self._next is not None:
+        """Begin the pass that follows the last one, if that is possible and permitted."""
+        if self._next is not None and self._begins_next:
             self._next.begin()
 
     def drop_next(self) -> None:
@@ -69,10 +71,11 @@ class PassStarter:
     def begin(self, slices: list[SequenceSlice], started: float) -> PendingOutput:
         """Begin a pass; its output is to be awaited in the order of the passes, and may have the seconds since a time
         of the context's clock."""
-        size = None if self._graphs is None else self._graphs.size_for(slices)
+        begun = None if self._next is None else self._next.begun_for(slices)
+        size = self._size_for(slices) if begun is None else begun.size
         self.graph_size = None if size is None else size.requests
         if size is not None:
-            return self._begin_captured(slices, size)
+            return self._begin_captured(slices, size, begun)
         self.drop_next()
         batch = self._context.forward_batch(slices)
         tape = self._context.routing.tape(slices, self._context.device)
@@ -88,6 +91,9 @@ class PassStarter:
         self._context.routing.store(batch.slots, tape)
         return self._outputs.awaited(slices)
 
+    def _size_for(self, slices: list[SequenceSlice]) -> GraphSize | None:
+        return None if self._graphs is None else self._graphs.size_for(slices)
+
     def _samples(self, slices: list[SequenceSlice]) -> bool:
         """Whether this rank samples a pass."""
         ranks = self._controller.model.ranks
@@ -101,19 +107,21 @@ class PassStarter:
             return True
         return all(self._requests[part.sequence.request_id].params.grammar is None for part in slices)
 
-    def _begin_captured(self, slices: list[SequenceSlice], size: GraphSize) -> PendingOutput:
+    def _begin_captured(self, slices: list[SequenceSlice], size: GraphSize, begun: BegunPass | None) -> PendingOutput:
         assert self._graphs is not None, "graphs have sizes"
         assert self._next is not None, "there are graphs"
         if not self._samples(slices):
             self._next.drop()
             self._graphs.begin(slices, size, self._context.sampling_rules(slices, with_edits=False))
             return self._outputs.awaited(slices)
-        rules, wanted = self._context.sampling_rules(slices), self._log_prob_rows(slices)
+        rules = self._context.sampling_rules(slices, known=None if begun is None else begun.rules)
+        wanted = self._log_prob_rows(slices) if begun is None else None  # A pass that has begun reports none.
         if not rules.edits and wanted is None and self._all_can_sample(slices):
             return self._outputs.own(slices, self._next.run(slices, size, rules))
+        assert begun is None or rules is not begun.rules, "its penalties would count the tokens again"
         self._next.drop()
-        begun = self._graphs.begin(slices, size, rules)
-        output = self._with_dead_ends(self._controller.run_captured(begun, rules, wanted), slices)
+        captured = self._graphs.begin(slices, size, rules)
+        output = self._with_dead_ends(self._controller.run_captured(captured, rules, wanted), slices)
         return self._outputs.own(slices, lambda: output)
 
     def _sample(self, batch: ForwardBatch, slices: list[SequenceSlice], tape: RoutingTape | None) -> StepOutput:

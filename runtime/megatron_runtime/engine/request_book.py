@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron_runtime.engine.request_future import new_future
+from megatron_runtime.engine.scheduling.sequence import SequenceSlice
 from megatron_runtime.engine.step_result import PartialOutput
 from megatron_runtime.engine.tracked_request import FinishReason, TrackedRequest
 from megatron_runtime.errors import InvalidRequestError, RequestTimeoutError
@@ -38,6 +39,9 @@ class RequestBook:
         self._open: dict[int, TrackedRequest] = {}
         self._finished: list[DynamicInferenceRequestRecord] = []
         self._partials: dict[int, PartialOutput] = {}
+        """The last ones of requests that have ended, by request id."""
+        self._advanced: list[TrackedRequest] = []
+        """Those that were in a pass since the last reports."""
         self.weight_version = 0
         """Current version of the model's weights; stored in every request that ends."""
         self.generation_epoch: int | None = None
@@ -53,6 +57,10 @@ class RequestBook:
         """The open requests, oldest first; they may be closed during the iteration."""
         return iter(list(self._open.values()))
 
+    def of(self, slices: Sequence[SequenceSlice]) -> list[TrackedRequest]:
+        """The requests of these slices."""
+        return [self._open[part.sequence.request_id] for part in slices]
+
     @property
     def adapters(self) -> set[int]:
         """The slots of the adapters of the open requests."""
@@ -61,7 +69,7 @@ class RequestBook:
 
     def has_reports_or_requests(self) -> bool:
         """True if a request is open or a report was not collected."""
-        return bool(self._open or self._finished or self._partials)
+        return bool(self._open or self._finished)
 
     def open(self, request_id: int, prompt: str | None, sampling_params: SamplingParams | None) -> TrackedRequest:
         """Open a request, with a copy of its parameters and a seed if it has none.
@@ -118,13 +126,14 @@ class RequestBook:
         del self._open[tracked.request_id]
         tracked.finish(reason, error)
         tracked.current.weight_version = self.weight_version
-        self._queue(tracked.pop_partial(final=True))
+        if (partial := tracked.pop_partial(final=True)) is not None:
+            self._partials[tracked.request_id] = partial
         self._finished.append(tracked.record)
         tracked.resolve()
 
-    def note_partial(self, tracked: TrackedRequest) -> None:
-        """Queue the new tokens of an open request that streams, if there are enough."""
-        self._queue(tracked.pop_partial())
+    def note_pass(self, requests: Sequence[TrackedRequest]) -> None:
+        """Report the new tokens of these requests, if they stream."""
+        self._advanced.extend(requests)
 
     def note_step_time(self, request_ids: list[int], seconds: float) -> None:
         """Record the duration of a step, which generated one token of each of these requests."""
@@ -144,12 +153,9 @@ class RequestBook:
 
     def pop_reports(self) -> Reports:
         """Finished records and partial outputs since the last call."""
-        reports = self._finished, self._partials
-        self._finished, self._partials = [], {}
-        return reports
-
-    def _queue(self, partial: PartialOutput | None) -> None:
-        if partial is not None:
-            # A step settles several tokens of a request whose drafts were right.
-            earlier = self._partials.get(partial.request_id)
-            self._partials[partial.request_id] = partial if earlier is None else earlier.followed_by(partial)
+        finished, partials, advanced = self._finished, self._partials, self._advanced
+        self._finished, self._partials, self._advanced = [], {}, []
+        for tracked in advanced:
+            if tracked.params.streaming and (partial := tracked.pop_partial()) is not None:
+                partials[tracked.request_id] = partial
+        return finished, partials

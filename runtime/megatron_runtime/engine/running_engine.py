@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_runtime.engine.profiler import StepProfiler
-from megatron_runtime.engine.sampling.grammar import compiled_grammars
+from megatron_runtime.engine.sampling.compiled_grammars import compiled_grammars
 from megatron_runtime.engine.state_event import StateEvent
 from megatron_runtime.errors import ConfigurationError, EngineError, InvalidStateError
 from megatron_runtime.headers import EngineState
@@ -73,8 +73,13 @@ class RunningEngine(ABC):
         """Wait until all earlier work is done."""
 
     def compile_grammar(self, grammar: str) -> Future[Any]:
-        """Compile a grammar beside the steps. Requests that are added later wait for the rest of the work."""
+        """Compile a grammar beside the steps, and keep it until `release_grammar` is called as often. A request that is
+        added before its end waits for the rest of the work."""
         return compiled_grammars(self.tokenizer).compile(grammar)
+
+    def release_grammar(self, grammar: str) -> None:
+        """The request for which a grammar was compiled has tokens, or has ended."""
+        compiled_grammars(self.tokenizer).release(grammar)
 
     @property
     def own_adapters(self) -> list[tuple[str, str]]:

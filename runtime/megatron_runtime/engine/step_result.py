@@ -22,16 +22,6 @@ class PartialOutput(NamedTuple):
     new_top_n_logprobs: list[dict[str, float]] | None
     """One dict per new token, if the request has top-n log probabilities."""
 
-    def followed_by(self, later: PartialOutput) -> PartialOutput:
-        """This output and the next one of the same request, as one."""
-        scores, tops = self.new_log_probs, self.new_top_n_logprobs
-        return PartialOutput(
-            self.request_id,
-            self.new_tokens + later.new_tokens,
-            None if scores is None else scores + (later.new_log_probs or []),
-            None if tops is None else tops + (later.new_top_n_logprobs or []),
-        )
-
 
 @dataclass(frozen=True)
 class EngineStats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Sequences
 from functools import cached_property
 from typing import Literal
 
@@ -21,8 +22,9 @@ from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-Scores = list[tuple[float, dict[str, float]]]
+Scores = Sequences[tuple[float, dict[str, float]]]
 """Log probabilities of consecutive tokens, each with the most likely tokens of its position by their text."""
+_GENERATING = Status.ACTIVE_AND_GENERATING_TOKENS
 
 
 class TrackedRequest:
@@ -46,6 +48,7 @@ class TrackedRequest:
         params = record[0].sampling_params
         assert params is not None
         self.record = record
+        self.request_id = record.request_id
         self.params: SamplingParams = params
         self.future = future
         self.deadline = deadline
@@ -67,11 +70,6 @@ class TrackedRequest:
         self._num_emitted = 0
         self._terminated = False
         self._first_token_time: float | None = None
-
-    @property
-    def request_id(self) -> int:
-        """Id of the request."""
-        return self.record.request_id
 
     @cached_property
     def guide(self) -> RequestGuide | None:
@@ -105,7 +103,9 @@ class TrackedRequest:
         generated = sequence.tokens[sequence.prompt_length :]
         self._num_emitted = len(generated)
         for token in generated:
-            if reason := self._append_token(token):
+            self.generated.append(token)
+            self.current.generated_tokens.append(token)
+            if reason := self._reason_to_end(token):
                 return reason
         if len(sequence.tokens) >= sequence.max_length and sequence.next_log_prob is None:
             return "length"
@@ -122,20 +122,24 @@ class TrackedRequest:
         Returns:
             The reason if the request has ended.
         """
-        sequence = part.sequence
+        sequence, request = part.sequence, self.record.requests[-1]
         # Where tokens are generated, the whole prompt was computed by an earlier pass.
-        if token is None or self.record.requests[-1].status is not Status.ACTIVE_AND_GENERATING_TOKENS:
+        if token is None or request.status is not _GENERATING:
             self._note_progress(part.end, samples=token is not None)
         reason: FinishReason | None = None
-        if token is not None and len(sequence.tokens) >= sequence.max_length:
+        room = sequence.max_length - len(sequence.tokens)
+        if token is not None and room <= 0:
             # The pass only computed log probabilities: the sampled token is dropped.
             reason, log_probs = "length" if self.pooled is None else "stop", log_probs[:-1]
         elif token is not None:
             if self._first_token_time is None:
                 self._first_token_time = time.time()
             sequence.tokens.append(token)
-            reason = self._append_token(token)
-            if reason is None and len(sequence.tokens) >= sequence.max_length:
+            self.generated.append(token)
+            request.generated_tokens.append(token)
+            if token in self.stop_ids or self._matcher is not None:
+                reason = self._reason_to_end(token)
+            if reason is None and room == 1:
                 reason = "length"
         for value, top_n in log_probs:
             self._add_log_prob(value, top_n)
@@ -181,18 +185,19 @@ class TrackedRequest:
 
     def pop_partial(self, *, final: bool = False) -> PartialOutput | None:
         """The new tokens of a streaming request, if there are enough."""
-        if not self.params.streaming:
+        params = self.params
+        if not params.streaming:
             return None
-        params, start, end = self.params, self._num_emitted, self._num_visible(final)
+        start, end = self._num_emitted, len(self.generated) - self._terminated
+        if self._matcher is not None and not final:
+            end = max(start, self._matcher.safe_tokens())
         if end - start < (1 if final else params.streaming_interval):
             return None
         self._num_emitted = end
-        return PartialOutput(
-            self.record.request_id,
-            self.generated[start:end],
-            self._log_probs[start:end] if params.return_log_probs else None,
-            self._top_n[start:end] if params.top_n_logprobs else None,
-        )
+        log_probs = self._log_probs[start:end] if params.return_log_probs else None
+        top_n = self._top_n[start:end] if params.top_n_logprobs else None
+        # In half of the time that the constructor of a NamedTuple takes.
+        return tuple.__new__(PartialOutput, (self.request_id, self.generated[start:end], log_probs, top_n))
 
     def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
         """Close the record: text, status, times and events."""
@@ -242,9 +247,8 @@ class TrackedRequest:
             request.finished_chunk_token_count = min(num_computed, request.prompt_tokens.numel())
             request.remaining_prompt_tokens = request.prompt_tokens[num_computed:]
 
-    def _append_token(self, token: int) -> FinishReason | None:
-        self.generated.append(token)
-        self.record.requests[-1].generated_tokens.append(token)
+    def _reason_to_end(self, token: int) -> FinishReason | None:
+        """Whether a token, the last one, ends the answer."""
         may_end = len(self.generated) > self.params.min_tokens
         if may_end and token in self.stop_ids:
             self._terminated = True
@@ -253,11 +257,6 @@ class TrackedRequest:
             return None
         text = self._detokenizer.push([token])
         return "stop" if self._matcher.push(text, may_match=may_end) else None
-
-    def _num_visible(self, final: bool) -> int:
-        if self._matcher is not None and not final:
-            return max(self._num_emitted, self._matcher.safe_tokens())
-        return len(self.generated) - self._terminated
 
     def _final_text(self) -> str:
         """The text of the answer; tokens after a stop string are removed."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from runtime_support import lock_step_scenarios
 from runtime_support.adapters import merged, without_memory, write_adapter
+from runtime_support.memory_shortages import ALLOCATOR, CUDA, Shortage
 from runtime_support.rank_processes import run_ranks
 from runtime_support.reference_models import assert_most_likely
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
@@ -101,14 +102,15 @@ def test_answers_of_one_batch_are_those_of_merged_weights(
     assert len({tuple(answer.generated_tokens) for answer in answers}) == 3
 
 
+@pytest.mark.parametrize("error", [ALLOCATOR, CUDA], ids=["allocator", "cuda"])
 def test_an_adapter_without_memory_is_refused_with_the_remedy_and_changes_nothing(
-    make_engine: MakeEngine, folders: dict[str, Path]
+    make_engine: MakeEngine, folders: dict[str, Path], error: Shortage
 ) -> None:
     engine = make_engine()
     engine.adapters.load("first", folders["first"])
     before = ask(engine, "first", None)
     shortage = r"second: cpu ran out of memory while it .*; lower --kv-cache-mem"
-    with without_memory(at_call=3), pytest.raises(CheckpointError, match=shortage):
+    with without_memory(at_call=3, shortage=error), pytest.raises(CheckpointError, match=shortage):
         engine.adapters.load("second", folders["second"])
     assert [request.generated_tokens for request in ask(engine, "first", None)] == [r.generated_tokens for r in before]
     with pytest.raises(InvalidRequestError, match="loaded adapters: first"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engine.sampling import grammar as grammar_module
+from megatron_runtime.engine.sampling import compiled_grammars as grammars_module
 from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.guides import choice_grammar, json_schema_grammar, lark_grammar, regex_grammar
 from megatron_runtime.inference_request import DynamicInferenceRequest
@@ -62,13 +62,13 @@ def test_requests_with_the_same_grammar_compile_it_once(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = []
-    new_matcher = grammar_module._new_matcher
+    new_matcher = grammars_module._new_matcher
 
     def counted(vocabulary: Any, grammar: str) -> Any:
         compiled.append(grammar)
         return new_matcher(vocabulary, grammar)
 
-    monkeypatch.setattr(grammar_module, "_new_matcher", counted)
+    monkeypatch.setattr(grammars_module, "_new_matcher", counted)
     engine = make_engine()
     monkeypatch.setattr(engine.tokenizer, "_kept", {})
     grammars = [regex_grammar("[ab]{9}"), regex_grammar("[cd]{9}"), regex_grammar("[ab]{9}")]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engine.worker.loop_requests import LoopRequests
+from megatron_runtime.engine.worker.loop_requests import AssignedBody, LoopRequests
 from megatron_runtime.errors import ConfigurationError, InvalidRequestError
 from megatron_runtime.inference_request import DynamicInferenceEventType
 from megatron_runtime.model.decoder import Decoder
@@ -90,7 +90,7 @@ def test_a_reply_has_the_prompt_tokens_if_requested(make_engine: MakeEngine, wan
     engine = make_engine()
     requests = LoopRequests(engine, on_compiled=lambda: None)
     params = greedy(return_prompt_tokens=wanted)
-    requests.add(Assignment(b"u" * 16, 0, False, 0), RequestBody("Hello", params.serialize()))
+    requests.add(Assignment(b"u" * 16, 0, False, 0), AssignedBody(RequestBody("Hello", params.serialize())))
     while engine.has_unfinished_requests():
         for record in engine.step_modern()["finished_request_records"]:
             served = requests.finish(record)

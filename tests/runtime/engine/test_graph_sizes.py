@@ -33,6 +33,18 @@ def test_the_sizes_follow_the_settings(settings: dict[str, Any], max_requests: i
     assert decode_sizes(InferenceConfig(**settings), max_requests) == sizes
 
 
+@pytest.mark.parametrize(
+    ("drafts", "max_tokens", "largest", "sizes"),
+    [(2, 100, 512, [1, 2, 4, 9]), (2, 8, 512, [1, 2, 4, 8]), (2, 100, 6, [1, 3, 6]), (0, 100, 512, [1, 3])],
+)
+def test_drafts_have_room_in_the_largest_graph(drafts: int, max_tokens: int, largest: int, sizes: list[int]) -> None:
+    """Of 3 requests, as far as a pass and a graph have room."""
+    config = InferenceConfig(num_cuda_graphs=-1, num_speculative_tokens=drafts, cuda_graph_max_tokens=largest)
+    found = graph_sizes(config, 3, max_tokens)
+    assert [size.tokens for size in found if not size.has_prompts] == sizes
+    assert max(size.requests for size in found) == sizes[-1]
+
+
 FEW, ALL = [*range(64, 513, 64)], [64, 128, 256]
 PROMPTS: list[tuple[dict[str, Any], list[int], int, list[int]]] = [
     ({}, [], 4096, []),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_runtime.call_format import CallFormat
-from megatron_runtime.engine.sampling.grammar import CompiledGrammars
+from megatron_runtime.engine.sampling.compiled_grammars import CompiledGrammars
 from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.guide_schemas import ascii_classes, prepared_schema
 from megatron_runtime.guides import calls_grammar, json_schema_grammar, regex_grammar

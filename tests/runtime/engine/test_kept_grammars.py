@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from runtime_support.resident_memory import resident_bytes
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engine.sampling.grammar import BYTES_PER_CHARACTER, CompiledGrammars, compiled_grammars
+from megatron_runtime.engine.sampling.compiled_grammars import BYTES_PER_CHARACTER, CompiledGrammars, compiled_grammars
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.guides import choice_grammar, json_schema_grammar, regex_grammar
 from megatron_runtime.model.tokenizer import Tokenizer
@@ -73,15 +74,21 @@ def test_the_last_grammar_is_kept_whatever_its_size_and_a_used_one_longer_than_o
 ) -> None:
     grammars = CompiledGrammars(byte_tokenizer)
     first, second, third = (regex_grammar(f"{letter}{{9}}") for letter in "abc")
+
+    def compile_and_release(grammar: str) -> Any:
+        compiled = grammars.compile(grammar)
+        compiled.result()
+        grammars.release(grammar)
+        return compiled
+
     grammars.max_bytes = 1
-    kept = grammars.compile(first)
-    kept.result()
-    assert grammars.compile(first) is kept
+    kept = compile_and_release(first)
+    assert compile_and_release(first) is kept
     grammars.max_bytes = 2 * BYTES_PER_CHARACTER * len(first)
-    grammars.compile(second).result()
-    assert grammars.compile(first) is kept
-    grammars.compile(third).result()
-    assert list(grammars._kept) == [first, third]
+    compile_and_release(second)
+    assert compile_and_release(first) is kept
+    compile_and_release(third)
+    assert list(grammars._known) == [first, third]
 
 
 def test_the_limit_is_that_of_the_engine(make_engine: Callable[..., DynamicInferenceEngine]) -> None:

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from runtime_support.memory_shortages import ALLOCATOR, CUBLAS, Shortage
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engine.largest_pass import (
     largest_limits,
+    limits_of_eager_passes,
     limits_of_graphs,
     run_largest_pass,
     share_for_kv_cache,
@@ -79,6 +81,7 @@ def test_several_requests_share_the_tokens_of_the_largest_pass(
         ({"num_cuda_graphs": -1}, (512, 40)),
         ({"num_cuda_graphs": -1, "use_cuda_graphs_for_non_decode_steps": False}, (40, 40)),
         ({"num_cuda_graphs": -1, "cuda_graph_all_prefills": True}, (1024, 40)),
+        ({"num_cuda_graphs": -1, "num_speculative_tokens": 3}, (512, 160)),
     ],
 )
 def test_the_largest_pass_of_graphs_has_their_tokens_and_requests(
@@ -92,6 +95,19 @@ def test_the_largest_pass_of_graphs_has_their_tokens_and_requests(
         run_largest_pass(controller, limits)
 
 
+@pytest.mark.parametrize(("drafts", "rows"), [(0, 20), (3, 80), (9, 96)])
+def test_an_eager_pass_samples_after_each_draft(
+    tiny_model: Decoder, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, drafts: int, rows: int
+) -> None:
+    """As far as the pass has room for drafts."""
+    controller = TextGenerationController(tiny_model, byte_tokenizer)
+    config = InferenceConfig(max_tokens=96, max_requests=20, max_sequence_length=40, num_speculative_tokens=drafts)
+    seen: list[Any] = []
+    monkeypatch.setattr(controller, "run", lambda batch, *_: seen.append(batch))
+    run_largest_pass(controller, limits_of_eager_passes(config, largest_limits(controller, config)))
+    assert (len(seen[0].logit_rows), len(seen[0].tokens)) == (rows, 96)
+
+
 def test_the_kv_cache_gets_nine_tenths_of_the_rest() -> None:
     assert share_for_kv_cache(free=70 * 2**30, total=80 * 2**30, largest_pass=10 * 2**30) == 54 * 2**30
     words = r"of the GPU's 80 GiB, .* use 78 GiB, and the largest pass needs 2.5 GiB; use a smaller --dtype"
@@ -99,16 +115,20 @@ def test_the_kv_cache_gets_nine_tenths_of_the_rest() -> None:
         share_for_kv_cache(free=2 * 2**30, total=80 * 2**30, largest_pass=5 * 2**29)
 
 
-@pytest.mark.parametrize("scores_prompt", [False, True])
+@pytest.mark.parametrize(("scores_prompt", "shortage"), [(False, ALLOCATOR), (True, ALLOCATOR), (True, CUBLAS)])
 def test_a_pass_that_runs_out_of_memory_ends_its_largest_requests_alone(
-    tiny_model: Decoder, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, scores_prompt: bool
+    tiny_model: Decoder,
+    byte_tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    scores_prompt: bool,
+    shortage: Shortage,
 ) -> None:
     engine = DynamicInferenceEngine.build(tiny_model, byte_tokenizer, InferenceConfig(kv_cache_memory_bytes=1 << 20))
     run = engine.controller.run
 
     def failing(*arguments: Any) -> Any:
         if len(arguments[0].tokens) > 20:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0")
+            shortage.fail()
         return run(*arguments)
 
     monkeypatch.setattr(engine.controller, "run", failing)
@@ -124,7 +144,7 @@ def test_a_pass_that_runs_out_of_memory_ends_its_largest_requests_alone(
     assert failed.status is Status.FAILED
     (error,) = (event.payload for event in failed.events if event.type.is_error)
     assert isinstance(error, EngineError)
-    assert str(error).startswith("cpu ran out of memory in a pass of 34 tokens (CUDA out of memory); lower --kv-cache")
+    assert str(error).startswith(f"cpu ran out of memory in a pass of 34 tokens ({shortage.cause}); lower --kv-cache")
     assert (small.result(timeout=0)[-1].status is Status.COMPLETED) == scores_prompt
     after = engine.add_request(3, [65] * 4, greedy)
     while engine.has_unfinished_requests():

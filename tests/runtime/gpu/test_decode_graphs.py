@@ -27,7 +27,7 @@ from megatron_runtime.sampling_params import SamplingParams
 
 LENGTHS = (5, 3, 6)
 """Of the answers: passes of 3, 2 and 1 requests."""
-LAUNCHES_PER_LAYER = 12
+LAUNCHES_PER_LAYER = 11
 LAUNCHES_AROUND_LAYERS = 20
 """The budgets of a decode pass with its sampling."""
 
@@ -40,7 +40,7 @@ def captured_engine(model: Decoder, **config: Any) -> DynamicInferenceEngine:
 
 
 LOG_PROBS = {"temperature": 0.7, "repetition_penalty": 1.3, "return_log_probs": True, "top_n_logprobs": 3}
-EDITS = {"temperature": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 2}
+EDITS = {"temperature": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 9}
 CASES: dict[str, dict[str, Any]] = {
     "samplers": {"params": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "top_n_sigma": 3.0}},
     "edits, log probs, windows": {"params": LOG_PROBS, "model": {"num_layers": 2, "layer_windows": (8, None)}},
@@ -90,7 +90,8 @@ def begun(engine: DynamicInferenceEngine, count: int, params: dict[str, Any]) ->
 
 STEPS: dict[str, tuple[dict[str, Any], int, int]] = {
     "samplers": ({"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.05}, 0, 1),
-    "edits": (EDITS, 3, 2),
+    "edits": (EDITS, 2, 2),
+    "penalties": ({"temperature": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.2}, 1, 2),
     "grammar": ({"temperature": 1.0, "grammar": LOWER_CASE}, 1, 2),
 }
 """Parameters of the requests, and the most launches beside the two of graphs, and copies from pinned memory."""
@@ -204,19 +205,23 @@ def test_a_pass_with_an_adapter_runs_eagerly(device: PretendedDevice) -> None:
     assert device.work.replays == 2
 
 
-def test_drafts_are_rows_of_a_graph(device: PretendedDevice) -> None:
+def test_the_drafts_of_all_requests_are_rows_of_a_graph(device: PretendedDevice) -> None:
+    """A pass of three requests with two drafts each has nine rows, and no pass without prompts runs eagerly."""
     model = one_layer()
     params = SamplingParams(num_tokens_to_generate=24, temperature=0.0, logit_bias={70: 50.0})
-    expected = small_engine(model).generate([[65] * 5], params)[0].merge().generated_tokens
+    prompts = [[65 + index] * 5 for index in range(3)]
+    expected = [record.merge().generated_tokens for record in small_engine(model).generate(prompts, params)]
     engine = captured_engine(model, num_speculative_tokens=2)
     engine.context.clock = lambda: 0.0  # Drafts are permitted whatever they cost here.
     device.work = Work()
-    future = engine.add_request(0, [65] * 5, params)
+    futures = [engine.add_request(index, prompt, params) for index, prompt in enumerate(prompts)]
     sizes = []
     while engine.has_unfinished_requests():
         sizes.append(engine.step_modern()["cuda_graph_request_count"])
-    assert future.result(timeout=0).merge().generated_tokens == expected
-    assert sizes.count(3) >= 3
+    assert [future.result(timeout=0).merge().generated_tokens for future in futures] == expected
+    assert sizes[0] is None, "the pass of the prompts"
+    assert None not in sizes[1:]
+    assert sizes.count(9) >= 3
     assert len(sizes) < 16
 
 

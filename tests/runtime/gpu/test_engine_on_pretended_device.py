@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,13 @@ from megatron_runtime.sampling_params import SamplingParams
 
 ADAPTED = {"self_attn.q_proj": (32, 32), "self_attn.v_proj": (16, 32), "mlp.down_proj": (32, 64)}
 """Modules with adapters, and the shapes of their matrices in `random_decoder`."""
+LAUNCHES_PER_ADAPTER = 3 * 2 + 4 * 3
+"""In a layer: 3 for each matrix, of which q and v are parts of one, and 4 for each module."""
 LAUNCHES_AROUND_LAYERS = 6
 """Embedding, rotation, and from the last layer to logits."""
-LAUNCHES_PER_LAYER = 11
-"""10 for contexts of one split."""
-LAUNCHES_PER_LAYER_OF_LATENTS = 17
+LAUNCHES_PER_LAYER = 10
+"""9 for contexts of one split."""
+LAUNCHES_PER_LAYER_OF_LATENTS = 12
 LAUNCHES_OF_LOG_PROBS = 20
 
 
@@ -54,7 +57,10 @@ EXPERTS = ExpertsConfig(count=8, per_token=2, intermediate_size=64)
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "all samplers": {"params": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.05}},
-    "edits": {"params": {"temperature": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 2}},
+    "edits": {
+        "params": {"temperature": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 2},
+        "config": {"max_sequence_length": 250},
+    },
     "grammar": {"params": {"temperature": 1.0, "grammar": LOWER_CASE, "ignore_eos": False}},
     "windows and soft cap": {"model": {"layer_windows": (8, None), "attention_soft_cap": 20.0}},
     "norms around, a gate of gelu, scaled embeddings": {
@@ -62,6 +68,9 @@ CASES: dict[str, dict[str, Any]] = {
             **{"norm": "rms_plus_one", "norm_placement": "around", "activation": "gelu_tanh"},
             **{"embedding_multiplier": 5.5, "query_key_norm": "head", "residual_multiplier": 0.5},
         }
+    },
+    "norms after, norms of all heads together": {
+        "model": {"norm_placement": "after", "query_key_norm": "projection", "residual_multiplier": 0.5}
     },
     "means, no gate, learned positions": {
         "model": {"norm": "layer", "gated_feed_forward": False, "activation": "gelu", "learned_positions": 512}
@@ -102,39 +111,43 @@ def test_the_engine_gives_the_tokens_of_the_cpu(case: dict[str, Any]) -> None:
     assert device.work.pinned_copies > 0
     splits, storing = ("attend_splits", "rotate_and_store")
     if "latent_attention" in given["model"]:
-        splits, storing = ("attend_latent_splits", "rotate_and_store_latents")
+        splits, storing = ("attend_latent_splits", "absorb_and_store")
     assert device.work.kernels[splits] >= LAYERS
     assert device.work.kernels[storing] >= LAYERS
     assert ("race_tokens" in device.work.kernels) == ("temperature" in given["params"])
 
 
 def test_requests_with_adapters_have_the_tokens_of_the_cpu_without_a_wait_or_an_unpinned_copy(tmp_path: Path) -> None:
-    """In passes that other requests share; the rows of each adapter come with the other tables."""
+    """In passes that other requests share; the rows of each adapter come with the other tables. The launches depend on
+    the number of adapters alone."""
     shapes = {f"model.layers.0.{name}": size for name, size in ADAPTED.items()}
     targets = [name.rpartition(".")[2] for name in ADAPTED]
     folders = [write_adapter_of(tmp_path / name, shapes, targets=targets, seed=len(name)) for name in ("one", "three")]
     model = random_decoder(num_layers=1)
 
-    def answers(engine: DynamicInferenceEngine) -> list[list[int]]:
+    def answers(engine: DynamicInferenceEngine, names: Sequence[str | None]) -> list[list[int]]:
         for folder in folders:
             engine.adapters.load(folder.name, folder)
-        futures = [
-            engine.add_request(
-                number, [65 + number] * 5, SamplingParams(temperature=0.0, ignore_eos=True, adapter=name)
-            )
-            for number, name in enumerate(("one", None, "three"))
-        ]
+        for number, name in enumerate(names):
+            params = SamplingParams(temperature=0.0, ignore_eos=True, adapter=name)
+            engine.add_request(number, [65 + number] * 5, params)
         device.work = Work()
         for _ in range(6):
             engine.step_modern()
-        return [engine.get_request(number).generated_tokens for number in range(len(futures))]
+        return [engine.get_request(number).generated_tokens for number in range(len(names))]
 
+    launches, mixed = [], ("one", None, "three")
     with pretended_device() as device:
-        found = answers(small_engine(on_gpu(model)))
-        assert sum(device.work.waits.values()) == 6, device.work.waits
-        assert +device.work.copies == {}
-    assert found == answers(small_engine(random_decoder(num_layers=1)))
+        for names in ((None, None, None), ("one", None, None), ("one", "one", None), mixed):
+            found = answers(small_engine(on_gpu(model)), names)
+            assert sum(device.work.waits.values()) == 6, device.work.waits
+            assert +device.work.copies == {}
+            launches.append(device.work.launches)
+    assert found == answers(small_engine(random_decoder(num_layers=1)), mixed)
     assert len({tuple(tokens) for tokens in found}) == 3
+    without, *others = launches
+    for count, used in zip(others, (1, 1, 2), strict=True):
+        assert count - without <= 6 * used * LAUNCHES_PER_ADAPTER
 
 
 @pytest.mark.parametrize(

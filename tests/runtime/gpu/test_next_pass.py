@@ -7,47 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from gpu_support.early_passes import PENALTIES, add, captured_engine, finish, next_pass, on_cpu
 from gpu_support.pretended import PretendedDevice, Work
-from gpu_support.small_engine import LOWER_CASE, on_gpu, random_decoder, small_engine
-
-from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engine.next_pass import NextPass
-from megatron_runtime.sampling_params import SamplingParams
+from gpu_support.small_engine import LOWER_CASE, random_decoder, small_engine
+from runtime_support.memory_shortages import ALLOCATOR, CUDA, Shortage
 
 pytestmark = pytest.mark.usefixtures("device_guard")
-
-
-def captured_engine(**config: Any) -> DynamicInferenceEngine:
-    """With graphs for up to 4 requests and 16 tokens; a model of one layer."""
-    return small_engine(
-        on_gpu(random_decoder(num_layers=1)), **({"num_cuda_graphs": -1, "cuda_graph_max_tokens": 16} | config)
-    )
-
-
-def add(engine: DynamicInferenceEngine, number: int, length: int, **params: Any) -> Any:
-    given = {"temperature": 0.8, "seed": number, "num_tokens_to_generate": length, "ignore_eos": True} | params
-    prompt = [65 + (number * 3 + at * at) % 60 for at in range(5 + number)]
-    return engine.add_request(number, prompt, SamplingParams(**given))
-
-
-def next_pass(engine: DynamicInferenceEngine) -> NextPass:
-    found = engine._passes._starter._next
-    assert found is not None
-    return found
-
-
-def finish(engine: DynamicInferenceEngine, futures: list[Any]) -> list[list[int]]:
-    while engine.has_unfinished_requests():
-        engine.step_modern()
-        engine.check_integrity()
-    return [future.result(timeout=0).merge().generated_tokens for future in futures]
-
-
-def on_cpu(lengths: dict[int, int], **params: Any) -> list[list[int]]:
-    """The tokens of each request."""
-    engine = small_engine(random_decoder(num_layers=1), max_requests=8)
-    return finish(engine, [add(engine, number, length, **params) for number, length in lengths.items()])
 
 
 def test_a_step_waits_once_for_tokens_while_the_next_pass_runs(device: PretendedDevice) -> None:
@@ -62,6 +27,19 @@ def test_a_step_waits_once_for_tokens_while_the_next_pass_runs(device: Pretended
         assert (device.work.replays, device.work.launches, device.work.pinned_copies) == (2, 2, 1)
         assert sum(device.work.waits.values()) == 1
         assert device.arriving, "the tokens of the next pass are on their way"
+    assert finish(engine, futures) == on_cpu(dict.fromkeys(range(3), 9))
+
+
+def test_no_pass_begins_early_with_legacy_scheduling(device: PretendedDevice) -> None:
+    """Each step has one pass, on graphs all the same."""
+    engine = captured_engine(async_sched_mode="legacy")
+    futures = [add(engine, number, 9) for number in range(3)]
+    engine.step_modern()
+    for _ in range(4):
+        device.work = Work()
+        engine.step_modern()
+        assert not next_pass(engine).has_begun
+        assert (device.work.replays, device.arriving) == (2, [])
     assert finish(engine, futures) == on_cpu(dict.fromkeys(range(3), 9))
 
 
@@ -135,22 +113,21 @@ def test_a_request_of_a_large_body_makes_room_although_the_next_pass_has_begun()
 
 
 @pytest.mark.usefixtures("device")
-def test_a_pass_that_has_no_memory_to_begin_early_begins_later(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shortage", [ALLOCATOR, CUDA], ids=["allocator", "cuda"])
+def test_a_pass_that_has_no_memory_to_begin_early_begins_later(
+    monkeypatch: pytest.MonkeyPatch, shortage: Shortage
+) -> None:
     engine = captured_engine()
     futures = [add(engine, number, 6) for number in range(2)]
     for _ in range(2):
         engine.step_modern()
-
-    def fail(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
     with monkeypatch.context() as without_memory:
-        without_memory.setattr(engine.scheduler, "reserve_next", fail)
+        without_memory.setattr(engine.scheduler, "reserve_next", shortage.fail)
         engine.step_modern()
         assert not next_pass(engine).has_begun
         # Other ranks would have begun it, and wait for this one in its first sum.
         without_memory.setattr(next_pass(engine), "_is_single", False)
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(shortage.kind):
             engine.step_modern()
     assert finish(engine, futures) == on_cpu(dict.fromkeys(range(2), 6))
 
@@ -197,29 +174,29 @@ def test_new_weights_compute_the_next_token(device: PretendedDevice) -> None:
 @pytest.mark.parametrize(
     "params",
     [
-        {"frequency_penalty": 0.5},
+        {"frequency_penalty": 0.5, "min_tokens": 12, "ignore_eos": False},
         {"return_log_probs": True, "top_n_logprobs": 2},
         {"grammar": LOWER_CASE, "ignore_eos": False},
         {"logit_bias": {70: 3.0}},
     ],
-    ids=["penalties", "log probs", "grammar", "bias"],
+    ids=["penalties and a minimum", "log probs", "grammar", "bias"],
 )
 @pytest.mark.usefixtures("device")
 def test_no_pass_begins_where_the_host_edits_logits_or_reads_them(params: dict[str, Any]) -> None:
     engine = captured_engine()
     futures = [add(engine, 0, 12), add(engine, 1, 12, **params)]
-    engine.step_modern()  # The first token has no penalty.
     while 1 in engine.step_modern()["active_request_ids"]:
         assert not next_pass(engine).has_begun
     expected = small_engine(random_decoder(num_layers=1))
     assert finish(engine, futures) == finish(expected, [add(expected, 0, 12), add(expected, 1, 12, **params)])
 
 
-def test_edits_that_depend_on_the_tokens_begin_the_pass_again(device: PretendedDevice) -> None:
+@pytest.mark.parametrize("params", [{}, PENALTIES], ids=["alone", "penalties"])
+def test_edits_that_depend_on_the_tokens_begin_the_pass_again(params: dict[str, Any], device: PretendedDevice) -> None:
     """Bad words of several tokens exclude their last one only after the others."""
-    whole = on_cpu({0: 60})[0]
+    whole = on_cpu({0: 60}, **params)[0]
     texts = ("".join(map(chr, pair)) for pair in itertools.pairwise(whole))
-    words = {"bad_words": [next(text for text in texts if text.isascii() and text.isalnum())]}
+    words = params | {"bad_words": [next(text for text in texts if text.isascii() and text.isalnum())]}
     expected = on_cpu({0: 60}, **words)
     assert expected[0] != whole
     engine = captured_engine()
@@ -244,18 +221,21 @@ def test_no_pass_begins_without_blocks_for_it() -> None:
     assert found == on_cpu(dict.fromkeys(range(4), 40))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "params"), [(0, {}), (1, {}), (2, {}), (3, PENALTIES), (4, PENALTIES)])
 @pytest.mark.usefixtures("device")
-def test_random_arrivals_and_ends_give_the_tokens_of_the_cpu(seed: int) -> None:
+def test_random_arrivals_and_ends_give_the_tokens_of_the_cpu(seed: int, params: dict[str, float]) -> None:
     chance = np.random.default_rng(seed)
     lengths = {number: int(chance.integers(1, 25)) for number in range(9)}
-    expected = on_cpu(lengths, stop_token_ids=[66, 90])
-    engine = captured_engine(enable_prefix_caching=bool(seed))
+    params = params | {"stop_token_ids": [66, 90]}
+    expected = on_cpu(lengths, **params)
+    engine = captured_engine(
+        enable_prefix_caching=bool(seed), **({"kv_cache_memory_bytes": 16 << 10} if seed > 3 else {})
+    )
     futures, waiting = {}, list(lengths)
     while waiting or engine.has_unfinished_requests():
         if waiting and chance.random() < 0.3:
             number = waiting.pop(0)
-            futures[number] = add(engine, number, lengths[number], stop_token_ids=[66, 90])
+            futures[number] = add(engine, number, lengths[number], **params)
         engine.step_modern()
         engine.check_integrity()
     assert [futures[number].result(timeout=0).merge().generated_tokens for number in lengths] == expected

@@ -88,7 +88,7 @@ CASES: dict[str, dict[str, Any]] = {
     "experts": {"model": {"architecture": "mixtral", "experts": EXPERTS}},
     "grammar": {"params": {"temperature": 1.0, "grammar": LOWER_CASE, "ignore_eos": False}},
     "chunks and prefixes": {"config": {"max_tokens": 10, "enable_prefix_caching": True}},
-    "drafts": {"params": {"logit_bias": {70: 50.0}}, "config": {"num_speculative_tokens": 1, "max_requests": 6}},
+    "drafts": {"params": {"logit_bias": {70: 50.0}}, "config": {"num_speculative_tokens": 1}},
     "offload": {
         "config": {"kv_cache_management_mode": "offload", "offload_weights": True},
         "between": suspend_and_resume,
@@ -167,7 +167,7 @@ def test_the_launches_of_a_graph_with_prompts_are_within_the_budget(device: Pret
         device.graphs = []
         captured_engine(random_decoder(num_layers=layers), cuda_graph_max_tokens=16)
         counted.append(len(device.graphs[0].launches))
-    assert counted[1] - counted[0] <= 12
+    assert counted[1] - counted[0] <= 11
     assert 2 * counted[0] - counted[1] <= 12
 
 

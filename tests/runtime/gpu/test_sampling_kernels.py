@@ -9,49 +9,27 @@ import numpy as np
 import pytest
 import torch
 from gpu_support.pretended import Work, pretended_device
+from gpu_support.sampling_cases import edits_of, logits_that_are_not_finite, random_logits, rules_for, values
 
 from megatron_runtime.engine.sampling import exponential_noise, gpu_edits
-from megatron_runtime.engine.sampling.exponential_noise import noise_keys
 from megatron_runtime.engine.sampling.filters import TRUNCATIONS
 from megatron_runtime.engine.sampling.filters.grammar import GrammarMask
-from megatron_runtime.engine.sampling.filters.protocol import LogitsEdit
-from megatron_runtime.engine.sampling.filters.token_edits import (
-    AllowedTokens,
-    BadWords,
-    FrequencyAndPresencePenalty,
-    LogitBias,
-    MinTokens,
-    RepetitionPenalty,
-)
-from megatron_runtime.engine.sampling.filters.token_filter import Operation, TokenEdits, TokenFilter
+from megatron_runtime.engine.sampling.filters.token_filter import Operation
 from megatron_runtime.engine.sampling.filters.truncations import MinP, TopK, TopNSigma, TopP
 from megatron_runtime.engine.sampling.gpu_sampler import TRUNCATION_FIELDS, GpuSampler
 from megatron_runtime.engine.sampling.sampler import NO_TOKEN, processed_log_probs, sample
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 from megatron_runtime.gpu import sampling, truncation
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 CPU = torch.device("cpu")
 VOCABULARY = sampling.PART + 17
-
-
-def random_logits(rows: int, vocabulary: int = VOCABULARY) -> torch.Tensor:
-    """Of a spread as those of models."""
-    return torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0)) * 3
-
-
-def rules_for(rows: int, temperature: float = 1.0, **parts: Any) -> SamplingRules:
-    """The same temperature for all rows, and a seed for each."""
-    keys = noise_keys(np.arange(rows, dtype=np.uint64) + 100, np.full(rows, 7))
-    return SamplingRules(np.full(rows, temperature, np.float32), keys, **parts)
 
 
 def on_kernels(logits: torch.Tensor, rules: SamplingRules) -> list[int]:
     """The tokens of the kernels."""
     return GpuSampler(rules, logits.shape[1], CPU).sample(logits).tolist()
-
-
-def values(*given: float) -> np.ndarray[Any, np.dtype[np.float32]]:
-    return np.array(given, np.float32)
 
 
 @pytest.mark.parametrize("vocabulary", [50, sampling.PART, VOCABULARY])
@@ -122,24 +100,6 @@ def test_truncations_do_not_depend_on_the_list_of_candidates(likely: torch.Tenso
     assert ((found != expected).sum(1) <= torch.tensor([0, 0, 1, 1, 1, 1])).all()
 
 
-def edits_of(vocabulary: int) -> tuple[LogitsEdit, ...]:
-    """For two rows: the same token in several filters, exclusions as lists and, of many tokens, as masks."""
-
-    def edits(kind: type[TokenFilter], row: int, given: dict[int, float]) -> TokenEdits:
-        return TokenEdits([(row, (np.array([*given]), values(*given.values())))], vocabulary, kind)
-
-    allowed = np.arange(vocabulary)[None] % 3 == 1
-    return (
-        edits(LogitBias, 0, {5: 4.0, 40: -1.5, vocabulary - 1: 9.0}),
-        edits(RepetitionPenalty, 0, {5: 1.5, 6: 0.5}),
-        edits(FrequencyAndPresencePenalty, 0, {5: 0.25, 40: -0.5}),
-        edits(MinTokens, 0, {31: np.inf, 32: np.inf}),
-        edits(BadWords, 0, {32: np.inf, vocabulary - 2: np.inf}),
-        edits(AllowedTokens, 0, dict.fromkeys(range(vocabulary // 2, vocabulary), np.inf)),
-        GrammarMask(np.array([1]), allowed),
-    )
-
-
 @pytest.mark.parametrize("vocabulary", [70, VOCABULARY])
 def test_edits_give_the_logits_of_the_host(vocabulary: int) -> None:
     logits = random_logits(2, vocabulary)
@@ -151,10 +111,7 @@ def test_edits_give_the_logits_of_the_host(vocabulary: int) -> None:
 
 
 def test_rows_that_are_not_finite_have_no_token() -> None:
-    logits = random_logits(6, VOCABULARY)
-    logits[0, -1] = logits[1, 3] = torch.nan
-    logits[2, 4] = torch.inf
-    logits[3] = -torch.inf
+    logits = logits_that_are_not_finite(VOCABULARY)
     rules = rules_for(6, truncations=(TopP.of(values(*[0.9] * 6)), MinP.of(values(*[0.1] * 6))))
     found = on_kernels(logits, rules)
     assert found[:4] == [NO_TOKEN] * 4

@@ -8,6 +8,7 @@ import pytest
 from gpu_support.fake_driver import GRANULARITY
 from gpu_support.pretended import PretendedDevice, Work
 from gpu_support.small_engine import generate, on_gpu, one_layer, small_engine, suspend_and_resume
+from runtime_support.memory_shortages import CUDA
 
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.errors import ConfigurationError, EngineError
@@ -82,6 +83,27 @@ def test_a_lack_of_memory_on_resume_names_the_size_and_the_remedy_and_changes_no
 
     assert generate(engine, {}, suspend, LENGTHS) == expected
     assert len(device.graphs) == captured
+
+
+@pytest.mark.usefixtures("device", "without_cuda_bindings")
+def test_a_lack_of_memory_for_the_graphs_on_resume_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = one_layer()
+    expected = generate(small_engine(model), {}, lengths=LENGTHS)
+    engine = captured_engine(model, **RELEASED)
+    stage = r"ran out of memory while the engine resumed \(.*\); it needs 0\.00\d+ GiB for"
+
+    def suspend(engine: DynamicInferenceEngine) -> None:
+        engine.suspend()
+        with monkeypatch.context() as without_memory:
+            without_memory.setattr("megatron_runtime.gpu.graphs.GraphRecorder.record", CUDA.fail)
+            with pytest.raises(EngineError, match=stage):
+                engine.resume()
+        assert engine.is_suspended
+        engine.resume()
+
+    assert generate(engine, {}, suspend, LENGTHS) == expected
+    assert engine._memory.graphs is not None
+    assert engine._memory.graphs.sizes
 
 
 def test_weights_that_are_updated_while_suspended_come_to_the_same_addresses(device: PretendedDevice) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from runtime_support.memory_shortages import ALLOCATOR, Shortage
 from safetensors.torch import load_file, save_file
 
 from megatron_runtime.model.lora.adapted_linear import UpdateTable
@@ -90,13 +91,13 @@ def _weight(module: Any) -> torch.Tensor:
 
 
 @contextmanager
-def without_memory(*, at_call: int) -> Iterator[None]:
+def without_memory(*, at_call: int, shortage: Shortage = ALLOCATOR) -> Iterator[None]:
     """In this context the device has no memory when the updates of a module are replaced for the ``at_call``th time."""
     calls, replace = count(1), UpdateTable.replace
 
     def replaced(table: UpdateTable, updates: Any) -> None:
         if next(calls) == at_call:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            shortage.fail()
         replace(table, updates)
 
     with patch.object(UpdateTable, "replace", replaced):

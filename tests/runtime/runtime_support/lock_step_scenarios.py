@@ -125,6 +125,7 @@ def serve(engine: Any, *, interrupt: Callable[[int], None] = lambda _: None) -> 
         interrupt(step)
         engine.step_modern()
         step += 1
+    engine.release_grammar(str(PARAMS[5].grammar))
     return [Answer.of(future.result(timeout=0).merge()) for future in futures]
 
 

@@ -30,10 +30,13 @@ def answers(pod: Any) -> list[list[int]]:
     return found
 
 
-def count(pod: Any, metric: str) -> float:
-    """The value of a counter, over all replica groups."""
-    families = text_string_to_metric_families(pod.control.get("/metrics").text)
-    return sum(sample.value for family in families for sample in family.samples if sample.name == metric)
+def draft_tokens(pod: Any) -> tuple[float, float]:
+    """Drafted and accepted tokens of all replica groups, of one scrape."""
+    families = list(text_string_to_metric_families(pod.control.get("/metrics").text))
+    samples = [sample for family in families for sample in family.samples]
+    names = ("megatron_draft_tokens_total", "megatron_accepted_draft_tokens_total")
+    drafted, accepted = (sum(each.value for each in samples if each.name == name) for name in names)
+    return drafted, accepted
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -50,5 +53,6 @@ def test_answers_are_those_without_a_draft_model_and_drafts_are_counted(
     assert given == answers(tiny_pod)
     assert {len(tokens) for tokens in given} == {GENERATED}
     # How many depends on times here: right drafts of a model that is as large as the served one save none.
-    pod.wait_for(lambda _: count(pod, "megatron_accepted_draft_tokens_total") > 0, seconds=10)
-    assert count(pod, "megatron_draft_tokens_total") >= count(pod, "megatron_accepted_draft_tokens_total")
+    pod.wait_for(lambda _: draft_tokens(pod)[1] > 0, seconds=10)
+    drafted, accepted = draft_tokens(pod)
+    assert drafted >= accepted

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_runtime.engine.sampling.filters.grammar import GrammarMask
 from megatron_runtime.engine.sampling.filters.protocol import LogitsEdit
 from megatron_runtime.engine.sampling.filters.token_filter import Operation, TokenEdits
+from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 
 _WORD = 32
 _BYTES_OF_AN_EDIT = 12
@@ -26,34 +27,44 @@ _OPERATIONS = {
 
 
 class GpuEdits:
-    """A launch for each edit of some tokens, and one for the masks of all others.
+    """A launch for each edit of some tokens, one for penalties, and one for the masks of all other edits.
 
     Args:
-        edits: In the order in which they apply.
-        count: Rows of the logits.
+        rules: One per row of the logits.
         vocab_size: Columns of the logits.
     """
 
-    def __init__(self, edits: tuple[LogitsEdit, ...], count: int, vocab_size: int) -> None:
-        by_kernel = _Edits.of(edits, vocab_size)
+    def __init__(self, rules: SamplingRules, vocab_size: int) -> None:
+        by_kernel = _Edits.of(rules.edits, vocab_size)
+        self._penalties = rules.penalties
         self._operations = [_OPERATIONS[edit.kind.operation] for edit in by_kernel.values]
-        self.arrays: dict[str, NDArray[Any]] = _mask_arrays(by_kernel, count, vocab_size)
+        self.arrays: dict[str, NDArray[Any]] = _mask_arrays(by_kernel, len(rules.keys), vocab_size)
         """What `apply_` needs on the device."""
         for index, edit in enumerate(by_kernel.values):
             self.arrays |= {f"places {index}": edit.places, f"values {index}": edit.values}
+        if self._penalties is not None:
+            self.arrays |= self._penalties.arrays()
 
-    def apply_(self, logits: Tensor, there: Mapping[str, Tensor]) -> None:
+    def apply_(self, logits: Tensor, there: Mapping[str, Tensor], sampled: Tensor | None = None) -> None:
         """Change the logits, float32 [S, vocab] and contiguous, in place.
 
         Args:
             logits: The logits.
             there: ``arrays`` on their device.
+            sampled: int64, the tokens of the last pass, where penalties need them.
         """
         # Imported here, because Triton is not needed on other devices.
         from megatron_runtime.gpu import sampling
 
-        for index, operation in enumerate(self._operations):
-            sampling.edit(logits, there[f"places {index}"], there[f"values {index}"], operation)
+        def edit(indices: range) -> None:
+            for index in indices:
+                sampling.edit(logits, there[f"places {index}"], there[f"values {index}"], self._operations[index])
+
+        biases = self._operations.count(_OPERATIONS[Operation.ADD])  # They come first.
+        edit(range(biases))
+        if self._penalties is not None:
+            self._penalties.apply_(logits, there, sampled)
+        edit(range(biases, len(self._operations)))
         if "masks" in self.arrays:
             sampling.exclude(logits, there["masked rows"], there["masks"])
 

@@ -45,7 +45,7 @@ class GpuSampler:
 
         self._kernels = sampling
         self._least_kept = truncation.least_kept
-        self._edits = GpuEdits(rules.edits, len(rules.keys), vocab_size)
+        self._edits = GpuEdits(rules, vocab_size)
         arrays = _row_arrays(rules) | self._edits.arrays
         self._arrays = there = on_device(arrays, device) if arrays else {}
         self._rows: sampling.SampledRows | None = None

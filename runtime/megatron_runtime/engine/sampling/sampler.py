@@ -11,9 +11,11 @@ from torch import Tensor
 
 from megatron_runtime.engine.sampling.gpu_sampler import GpuSampler, has_gpu_sampler
 from megatron_runtime.engine.sampling.gumbel_max import gumbel_max, gumbel_max_among
-from megatron_runtime.engine.sampling.sampling_table import SamplingRules
+from megatron_runtime.engine.sampling.penalties import PenaltyTable
+from megatron_runtime.engine.sampling.sampling_table import SamplingRules, SamplingTable
 from megatron_runtime.engine.sampling.top_k import row_max
 from megatron_runtime.engine.sampling.truncation import least_kept, truncate
+from megatron_runtime.model.device_memory import naming_device_memory
 
 NO_TOKEN = -1
 """Marks a row whose logits are not finite."""
@@ -34,6 +36,18 @@ class Sampler(TokenSampler, Protocol):
 
     def processed_log_probs(self, logits: Tensor) -> Tensor:
         """As the function `processed_log_probs`."""
+
+
+def make_sampling_table(num_rows: int, vocab_size: int, longest: int, device: torch.device) -> SamplingTable:
+    """For samplers of logits on this device, and sequences of up to ``longest`` tokens.
+
+    Raises:
+        ConfigurationError: The device has too little memory.
+    """
+    if not has_gpu_sampler(device):
+        return SamplingTable(num_rows, vocab_size)
+    with naming_device_memory("for the tokens of penalized requests", device):
+        return SamplingTable(num_rows, vocab_size, PenaltyTable(num_rows, longest, device))
 
 
 def make_sampler(rules: SamplingRules, vocab_size: int, device: torch.device) -> Sampler:

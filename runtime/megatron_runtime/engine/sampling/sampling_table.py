@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Sequences
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -15,8 +15,10 @@ from megatron_runtime.engine.sampling.exponential_noise import noise_keys
 from megatron_runtime.engine.sampling.filters import EDITS, TRUNCATIONS
 from megatron_runtime.engine.sampling.filters.grammar import GrammarMask
 from megatron_runtime.engine.sampling.filters.protocol import Draws, FilterRequest, LogitsEdit
+from megatron_runtime.engine.sampling.filters.token_edits import FrequencyAndPresencePenalty, RepetitionPenalty
 from megatron_runtime.engine.sampling.filters.truncations import Truncation
 from megatron_runtime.engine.sampling.grammar import RequestGuide
+from megatron_runtime.engine.sampling.penalties import Penalties, PenaltyTable
 from megatron_runtime.engine.sampling.thinking import ThinkingLimit
 from megatron_runtime.engine.scheduling.sequence import Sequence
 from megatron_runtime.sampling_params import SamplingParams
@@ -33,7 +35,10 @@ class SamplingRules:
     truncations: tuple[Truncation, ...] = ()
     """The truncations that any row uses, in the order in which they apply, with a parameter for every row."""
     edits: tuple[LogitsEdit, ...] = ()
-    """The edits that any row uses, in the order in which they apply; all precede temperature and truncations."""
+    """The edits that any row uses, in the order in which they apply; all precede temperature and truncations. They need
+    the tokens of the sequences."""
+    penalties: Penalties | None = None
+    """Those for which the device counts the tokens; they follow biases, and precede all other edits."""
 
     @property
     def mask_milliseconds(self) -> Mapping[int, int]:
@@ -42,11 +47,12 @@ class SamplingRules:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether ``edit_`` changes anything."""
-        return bool(self.edits)
+        """Whether edits or penalties change anything."""
+        return bool(self.edits) or self.penalties is not None
 
     def edit_(self, logits: Tensor) -> None:
-        """Apply the edits to the logits, [S, vocab], in place."""
+        """Apply the edits to the logits, [S, vocab], in place. There are no penalties for which a device counts."""
+        assert self.penalties is None, "only GpuSampler has the tokens of a device"
         for edit in self.edits:
             edit.apply_(logits)
 
@@ -76,7 +82,7 @@ class SamplingRules:
         return self._any_active([truncation for truncation in self.truncations if truncation.ranks])
 
     def take(self, rows: NDArray[np.intp]) -> SamplingRules:
-        """The rules of some rows, without their edits."""
+        """The rules of some rows, without edits and penalties."""
         truncations = tuple(truncation.take(rows) for truncation in self.truncations)
         return SamplingRules(self.temperature[rows], self.keys[rows], truncations)
 
@@ -93,13 +99,17 @@ class SamplingTable:
     Args:
         num_rows: Most running requests.
         vocab_size: Columns of the logits.
+        penalties: Counts the tokens of penalized requests on a device; None: the host counts them.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, penalties: PenaltyTable | None = None) -> None:
         self._temperature = np.zeros(num_rows, np.float32)
         self._seed = np.zeros(num_rows, np.uint64)
         self._edits = [kind(num_rows, vocab_size) for kind in EDITS]
         self._truncations = [kind(num_rows, vocab_size) for kind in TRUNCATIONS]
+        self._penalties = penalties
+        kinds = RepetitionPenalty, FrequencyAndPresencePenalty
+        self._penalties_of_host = [part for part in self._edits if isinstance(part, kinds)]
 
     def write(
         self,
@@ -110,24 +120,63 @@ class SamplingTable:
         bad_sequences: Collection[tuple[int, ...]] = (),
         guide: RequestGuide | None = None,
         thinking: ThinkingLimit | None = None,
+        *,
+        counts_on_device: bool = False,
     ) -> None:
-        """Assign a row to a request, and drop the previous contents of the row."""
+        """Assign a row to a request, and drop the previous contents of the row.
+
+        With ``counts_on_device``, the rules are only asked for the next token of a pass, once for the sequence.
+        """
         assert params.seed is not None, "the engine gives every request a seed"
         self._temperature[row] = min(params.temperature, float(np.finfo(np.float32).max))
         self._seed[row] = params.seed
         request = FilterRequest(params, prompt_length, stop_ids, bad_sequences, guide, thinking)
         for part in (*self._edits, *self._truncations):
             part.set_row(row, request)
+        if self._penalties is not None:
+            self._penalties.set_row(row, request if counts_on_device else None)
+            if self._penalties.has(row):
+                for penalty in self._penalties_of_host:
+                    penalty.drop_row(row)
+
+    @property
+    def may_edit(self) -> bool:
+        """Whether rules can have edits, which need tokens."""
+        return any(part.is_used for part in self._edits)
 
     def rules(self, prefixes: Sequences[tuple[Sequence, int]], with_edits: bool = True) -> SamplingRules:
         """The rules for sampling the next tokens. Each of ``prefixes`` is a running sequence and the length of its
         prefix."""
         draws = Draws(prefixes)
-        edits = (part.for_batch(draws) for part in (self._edits if with_edits else ()))
-        truncations = (part.for_batch(draws) for part in self._truncations)
+        rules = self.rules_without_edits(draws.rows, draws.lengths)
+        if not with_edits:
+            return rules
+        penalties = None
+        if self._penalties is not None:
+            for row, request in self._penalties.pop_outgrown(draws):
+                for part in self._penalties_of_host:
+                    part.set_row(row, request)
+            penalties = self._penalties.for_batch(draws)
+        edits = (part.for_batch(draws) for part in self._edits)
+        return replace(rules, edits=tuple(part for part in edits if part is not None), penalties=penalties)
+
+    def rules_for_sampled(
+        self, rows: NDArray[np.intp], lengths: NDArray[np.int64], sources: NDArray[np.int64]
+    ) -> SamplingRules | None:
+        """As `rules` without edits, for sequences whose last tokens only the device knows, at ``sources`` [S] among
+        those that the last pass has sampled; None if penalties need the tokens."""
+        rules = self.rules_without_edits(rows, lengths)
+        if self._penalties is None:
+            return rules
+        if not self._penalties.are_known(rows, lengths):
+            return None
+        return replace(rules, penalties=self._penalties.for_sampled(rows, lengths, sources))
+
+    def rules_without_edits(self, rows: NDArray[np.intp], lengths: NDArray[np.int64]) -> SamplingRules:
+        """As `rules`; the sequences are given by their rows, [S], and the prefixes by their lengths, [S]."""
+        truncations = (part.for_rows(rows) for part in self._truncations)
         return SamplingRules(
-            temperature=self._temperature[draws.rows],
-            keys=noise_keys(self._seed[draws.rows], draws.lengths),
+            temperature=self._temperature[rows],
+            keys=noise_keys(self._seed[rows], lengths),
             truncations=tuple(part for part in truncations if part is not None),
-            edits=tuple(part for part in edits if part is not None),
         )

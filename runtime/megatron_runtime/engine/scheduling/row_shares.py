@@ -40,7 +40,7 @@ class RowShares:
 
     def among(self, running: Iterable[Sequence]) -> list[Sequence]:
         """The running sequences without those that wait for a later pass."""
-        return [each for each in running if each.request_id not in self.held]
+        return [each for each in running if each.request_id not in self.held] if self.held else list(running)
 
     def is_large(self, sequence: Sequence) -> bool:
         """Whether the body or the tenant of a sequence is beyond its limit."""

@@ -6,12 +6,14 @@ from collections.abc import Sequence as Slices
 
 from megatron_runtime.engine.scheduling.block_allocator import BlockAllocator
 from megatron_runtime.engine.scheduling.goodput import Goodput
+from megatron_runtime.engine.scheduling.integrity import check_integrity
 from megatron_runtime.engine.scheduling.mask_budget import held_back
+from megatron_runtime.engine.scheduling.next_slices import NextSlices
 from megatron_runtime.engine.scheduling.preemption import to_preempt
 from megatron_runtime.engine.scheduling.row_shares import RowShares, RowSharing
 from megatron_runtime.engine.scheduling.running_sequences import RunningSequences
 from megatron_runtime.engine.scheduling.schedule import Schedule, SchedulerLimits
-from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice, SettledPass, check_sharing
+from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice, SettledPass
 from megatron_runtime.engine.scheduling.speculation import with_drafts
 from megatron_runtime.engine.scheduling.virtual_time import VirtualTime
 from megatron_runtime.engine.scheduling.waiting_sequences import WaitingSequences
@@ -58,6 +60,7 @@ class Scheduler:
         self._arrivals = 0
         self._paused: set[int] = set()
         self._slices: list[SequenceSlice] = []
+        self._next = NextSlices(allocator, limits.block_size_tokens)
         self._passes = 0
 
     @property
@@ -127,32 +130,25 @@ class Scheduler:
 
     def schedule(self, *, admits: bool = True) -> Schedule:
         """Schedule the next pass: allocates, pauses, evicts and, if it ``admits``, lets sequences leave the queue."""
-        slices: list[SequenceSlice] = []
         evicted: list[Sequence] = []
         paused: list[Sequence] = []
-        limits, budget, size = self.limits, self.limits.max_tokens, self.limits.block_size_tokens
-        share = self._share(len(self._running))
+        limits = self.limits
         self._passes += 1
         shares = self._sharing.rows(self._passes, limits.shared_rows, admits=admits)
         running = shares.among(self._running)
         held = held_back(running, limits.mask_milliseconds)
-        for index, sequence in enumerate(running):
-            if len(slices) == share or budget == 0:
-                break
-            if not sequence.blocks or not sequence.num_left or sequence.request_id in held:
-                continue
-            if limits.paused_blocks and self._should_pause(sequence, paused):
-                paused.append(sequence)
-            # Nearly every sequence has room, and is not worth a call in each pass.
-            elif len(sequence.tokens) <= len(sequence.blocks) * size or self._grow(sequence, evicted):
-                num_behind = len(running) - index - 1
-                slices.append(self._begin_slice(sequence, budget - num_behind))
-                budget -= slices[-1].length
+        slices = self._next.begin([] if held else running, self._passes)
+        budget = limits.max_tokens - len(slices)
+        is_prepared = bool(slices)
+        if not is_prepared:
+            slices, budget = self._continue(running, held, evicted, paused)
         admitted = self._admit(slices, budget, evicted, shares, is_full=bool(evicted or paused)) if admits else []
         if evicted:
             slices = [part for part in slices if part.counts]
             paused = [each for each in paused if each.is_running]
-        self._slices = slices = with_drafts(slices, shares, self.goodput, limits)
+        if not is_prepared or admitted:  # Slices were prepared only if there are no drafts.
+            slices = with_drafts(slices, shares, self.goodput, limits)
+        self._slices = slices
         known, self._paused = self._paused, {sequence.request_id for sequence in paused}
         paused = [each for each in paused if each.request_id not in known]
         return Schedule(slices, admitted, evicted, paused)
@@ -161,13 +157,14 @@ class Scheduler:
         """Record that the oldest pass in flight was computed."""
         settled = SettledPass([], [])
         for part in slices:
-            if part.counts:
-                part.sequence.num_computed = part.end
+            sequence = part.sequence
+            if part.num_evictions == sequence.num_evictions:  # faster than `counts`
+                sequence.num_computed = part.end
                 if self._prefixes is not None:
-                    if self.allocator.register(part.sequence):
-                        settled.replaced.append(part.sequence)
-                    if (slot := self._prefixes.snapshot(part.sequence)) is not None:
-                        settled.snapshots.append((part.sequence, slot))
+                    if self.allocator.register(sequence):
+                        settled.replaced.append(sequence)
+                    if (slot := self._prefixes.snapshot(sequence)) is not None:
+                        settled.snapshots.append((sequence, slot))
         return settled
 
     def accept_draft(self, sequence: Sequence) -> None:
@@ -175,19 +172,13 @@ class Scheduler:
         sequence.num_computed += 1
         sequence.num_begun += 1
 
-    def reserve_next(self, slices: Slices[SequenceSlice]) -> list[SequenceSlice | None]:
-        """The slices of the pass after one that samples a token of each of these sequences, with blocks for them.
+    def reserve_next(self, slices: Slices[SequenceSlice]) -> tuple[list[SequenceSlice], list[int]]:
+        """The slices of the pass after one that samples a token of each of these sequences, with blocks for them; and
+        the places among ``slices`` of sequences that end with that token, which have none.
 
-        None for a sequence that ends with that token; an empty list if blocks are missing, or if there may be drafts.
+        There are no slices if blocks are missing, or if there may be drafts.
         """
-        following = [SequenceSlice.after(part) for part in slices]
-        size = self.limits.block_size_tokens
-        longer = [part for part in following if part and part.end > len(part.sequence.blocks) * size]
-        if any(part.sequence.draft_length for part in slices) or not self.allocator.can_allocate(len(longer)):
-            return []
-        for part in longer:  # by one token, so by one block
-            part.sequence.blocks += self.allocator.allocate(1)
-        return following
+        return self._next.reserve(slices)
 
     def withdraw(self, slices: list[SequenceSlice]) -> None:
         """Record that the newest pass in flight will not be computed."""
@@ -211,22 +202,28 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that blocks and sequences are consistent."""
-        self.allocator.check_integrity(block for sequence in self._running for block in sequence.blocks)
-        running = {sequence.request_id: sequence for sequence in self._running}
-        assert not any(each.request_id in running for each in self._waiting), "a sequence both runs and waits"
-        assert len(self._running) <= self.limits.max_requests, "too many sequences run"
-        assert self._paused <= running.keys(), "a sequence is paused that does not run"
-        kept = sum(len(running[request_id].blocks) for request_id in self._paused)
-        assert kept <= self.limits.paused_blocks, "paused sequences own more than they may"
-        for sequence in self._running:
-            room = len(sequence.blocks) * self.limits.block_size_tokens
-            assert sequence.num_computed <= sequence.num_begun, "tokens are computed that no pass has begun"
-            assert sequence.num_begun <= min(room, len(sequence.tokens)), "computed tokens have no room"
-            assert sequence.num_cached <= sequence.num_computed, "skipped tokens are not computed"
-        for sequence in self._waiting:
-            assert not sequence.blocks, "a waiting sequence owns blocks"
-            assert sequence.num_begun == sequence.num_computed == 0, "a waiting sequence has computed tokens"
-        check_sharing(self._running, self.limits.block_size_tokens)
+        check_integrity(self.allocator, self._running, self._waiting, self._paused, self.limits)
+
+    def _continue(
+        self, running: list[Sequence], held: set[int], evicted: list[Sequence], paused: list[Sequence]
+    ) -> tuple[list[SequenceSlice], int]:
+        """Slices of running sequences, as far as they have room, and the number of tokens that are left."""
+        slices: list[SequenceSlice] = []
+        limits, budget, size = self.limits, self.limits.max_tokens, self.limits.block_size_tokens
+        share = self._share(len(self._running))
+        for index, sequence in enumerate(running):
+            if len(slices) == share or budget == 0:
+                break
+            if not sequence.blocks or not sequence.num_left or sequence.request_id in held:
+                continue
+            if limits.paused_blocks and self._should_pause(sequence, paused):
+                paused.append(sequence)
+            # Nearly every sequence has room, and is not worth a call in each pass.
+            elif len(sequence.tokens) <= len(sequence.blocks) * size or self._grow(sequence, evicted):
+                num_behind = len(running) - index - 1
+                slices.append(self._begin_slice(sequence, budget - num_behind))
+                budget -= slices[-1].length
+        return slices, budget
 
     def _share(self, sequences: int) -> int:
         """Number of sequences per pass, so that each pass in flight has some."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -144,13 +143,6 @@ class SequenceSlice(NamedTuple):
         num_log_probs = 0 if scored is None else max(0, end - max(start, scored - 1))
         return cls(sequence, start, end, end == known, num_log_probs, sequence.num_evictions)
 
-    @classmethod
-    def after(cls, part: SequenceSlice) -> SequenceSlice | None:
-        """The slice of the token that is sampled after ``part``; None if the sequence ends with that token."""
-        if part.end + 1 >= part.sequence.max_length:
-            return None
-        return cls(part.sequence, part.end, part.end + 1, True, 0, part.num_evictions)
-
     @property
     def length(self) -> int:
         """Number of tokens to compute."""
@@ -172,19 +164,3 @@ class SequenceSlice(NamedTuple):
     def num_logits(self) -> int:
         """Number of last tokens whose logits are needed."""
         return max(self.num_log_probs, int(self.samples))
-
-
-def check_sharing(sequences: Iterable[Sequence], block_size_tokens: int) -> None:
-    """Assert that the owners of a shared block have equal, computed tokens up to its end."""
-    users: dict[int, tuple[Sequence, int]] = {}
-    for sequence in sequences:
-        for index, block in enumerate(sequence.blocks):
-            other, position = users.setdefault(block, (sequence, index))
-            if other is sequence:
-                continue
-            end = (index + 1) * block_size_tokens
-            assert position == index, f"block {block} has two positions"
-            assert sequence.tokens[:end] == other.tokens[:end], f"block {block} is shared by different prompts"
-            assert min(sequence.num_computed, other.num_computed) >= end, (
-                f"block {block} is shared before it is computed"
-            )

@@ -65,6 +65,9 @@ def _apply(engine: RankEngine, kind: str, subject: Any, *args: Any) -> None:
     if kind == Change.GRAMMAR:
         engine.compile_grammar(subject)
         return
+    if kind == Change.END_OF_GRAMMAR:
+        engine.release_grammar(subject)
+        return
     if kind == Change.EPOCH:
         engine.set_generation_epoch(subject)
         return

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from megatron_runtime.engine.worker.adapter_assignments import AdapterAssignments
 from megatron_runtime.engine.worker.coordinator_connection import CoordinatorConnection
-from megatron_runtime.engine.worker.loop_requests import LoopRequest, LoopRequests
+from megatron_runtime.engine.worker.loop_requests import AssignedBody, LoopRequest, LoopRequests
 from megatron_runtime.engine.worker.protocol import Engine
 from megatron_runtime.engine.worker.withheld_bodies import WithheldBodies
 from megatron_runtime.headers import Headers
@@ -44,12 +44,12 @@ class _UnpackedBodies:
 
     def __init__(self) -> None:
         self._packed: bytes | None = None
-        self._body: RequestBody | None = None
+        self._body: AssignedBody | None = None
 
-    def unpack(self, packed: bytes) -> RequestBody:
+    def unpack(self, packed: bytes) -> AssignedBody:
         """Errors as for RequestBody.unpack."""
         if packed is not self._packed or self._body is None:
-            self._body, self._packed = RequestBody.unpack(packed), packed
+            self._body, self._packed = AssignedBody(RequestBody.unpack(packed)), packed
         return self._body
 
 
@@ -89,7 +89,7 @@ class Inbox:
         self._withheld = WithheldBodies(connection.ask_for_bodies)
 
     def __bool__(self) -> bool:
-        return bool(self._queue)
+        return bool(self._queue) or self._requests.has_compiled
 
     def put(self, message: Message) -> None:
         """Queue a message; MalformedMessage if it is invalid. The engine is not used."""
@@ -120,7 +120,8 @@ class Inbox:
         """Apply the messages, or as many as the time allows."""
         deadline = time.monotonic() + TURN_SECONDS
         if self._requests.has_compiled:
-            self._connection.send_replies(await self._in_thread(self._requests.begin_compiled))
+            begin = partial(self._requests.begin_compiled, PIECE_REQUESTS)
+            self._connection.send_replies(await self._in_thread(begin))
         while self._queue and time.monotonic() < deadline:
             if isinstance(self._queue[0], _Arrival):
                 await self._admit()
@@ -170,7 +171,7 @@ class Inbox:
         if assignment.withheld:
             return _Admitted(self._requests.resume(assignment), assignment.received)
         try:
-            return _Admitted(*self._requests.add(assignment, self._unpacked.unpack(packed).alone(assignment.seed)))
+            return _Admitted(*self._requests.add(assignment, self._unpacked.unpack(packed)))
         except Exception as error:
             # An invalid request must not affect others. The text of the error may quote the request and is for its
             # client only.

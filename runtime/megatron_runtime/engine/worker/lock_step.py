@@ -53,6 +53,7 @@ class Change(StrEnum):
     """What changes the requests between two actions."""
 
     GRAMMAR = "grammar"
+    END_OF_GRAMMAR = "end of grammar"
     ADD = "add"
     ABORT = "abort"
     EPOCH = "epoch"
@@ -107,6 +108,11 @@ class LockStepEngine:
         """As DynamicInferenceEngine does; the other ranks begin with the next action."""
         self._changes.append((Change.GRAMMAR, grammar))
         return self._engine.compile_grammar(grammar)
+
+    def release_grammar(self, grammar: str) -> None:
+        """As DynamicInferenceEngine does."""
+        self._changes.append((Change.END_OF_GRAMMAR, grammar))
+        self._engine.release_grammar(grammar)
 
     def abort_request(self, request_id: int) -> bool:
         """As DynamicInferenceEngine does."""

@@ -6,9 +6,8 @@ import copy
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 from megatron_runtime import tracing
@@ -35,6 +34,18 @@ class Partial(Protocol):
     def new_top_n_logprobs(self) -> list[dict[str, float]] | None: ...
 
 
+@dataclass
+class AssignedBody:
+    """A body that several requests may share; its parameters are validated once."""
+
+    content: RequestBody
+
+    @cached_property
+    def params(self) -> SamplingParams:
+        """The sampling parameters, with the seed of the body. Raises InvalidRequestError."""
+        return SamplingParams.deserialize(self.content.sampling_params)
+
+
 @dataclass(eq=False)
 class LoopRequest:
     """One request that is assigned to this engine, until the coordinator releases it."""
@@ -50,11 +61,14 @@ class LoopRequest:
     reply: bytes | None = None
     """The packed result; kept until the coordinator acknowledges it."""
     is_aborted: bool = False
+    grammar: str | None = None
+    """Its grammar, while the engine keeps it for the request: until that has tokens."""
 
 
-class _Compiling(NamedTuple):
-    request: LoopRequest
-    grammar: Future[Any]
+class _Delayed(NamedTuple):
+    """How a request begins when its grammar is compiled."""
+
+    params: SamplingParams
     begin: Callable[[], Any]
 
 
@@ -69,7 +83,8 @@ class LoopRequests:
     def __init__(self, engine: RequestEngine, on_compiled: Callable[[], None]) -> None:
         self._engine = engine
         self._on_compiled = on_compiled
-        self._compiling: deque[_Compiling] = deque()
+        self._compiling: dict[LoopRequest, _Delayed] = {}
+        self._compiled: deque[LoopRequest] = deque()
         self._by_uuid: dict[bytes, LoopRequest] = {}
         self._by_id: dict[int, LoopRequest] = {}
         self._ids = itertools.count()
@@ -86,25 +101,28 @@ class LoopRequests:
         """The requests without a result."""
         return [request for request in self._by_uuid.values() if request.reply is None]
 
-    def add(self, assignment: Assignment, body: RequestBody) -> tuple[LoopRequest, int]:
+    def add(self, assignment: Assignment, body: AssignedBody) -> tuple[LoopRequest, int]:
         """Serve a request, or continue a known one.
 
         Returns:
             The request, and the number of its tokens that the coordinator has.
         """
-        num_reported = len(body.generated.tokens)
+        content = body.content
+        num_reported = len(content.generated.tokens)
         if (known := self.resume(assignment._replace(received=num_reported))) is not None:
             return known, num_reported
         self.release(assignment.uuid)  # another engine has generated more tokens of it
-        params = SamplingParams.deserialize(body.sampling_params)
-        request = self._keep(assignment, params, body.generated)
-        request.trace = body.trace
-        made = list(body.generated.tokens)
+        params = copy.copy(body.params)
+        params.seed = params.seed if assignment.seed is None else assignment.seed
+        request = self._keep(assignment, params, content.generated.since(0))
+        request.trace = content.trace
+        made = list(content.generated.tokens)
         reported = copy.copy(params)
         if not (assignment.streaming and params.streaming):
             reported.streaming_interval = 1 if assignment.streaming else REPORT_INTERVAL
         reported.streaming = True
-        self._begin(request, partial(self._engine.add_request, request.local_id, body.prompt, reported, generated=made))
+        begin = partial(self._engine.add_request, request.local_id, content.prompt, reported, generated=made)
+        self._begin(request, _Delayed(reported, begin))
         return request, num_reported
 
     @property
@@ -115,21 +133,22 @@ class LoopRequests:
     @property
     def has_compiled(self) -> bool:
         """Whether `begin_compiled` has requests to begin."""
-        return bool(self._compiling) and self._compiling[0].grammar.done()
+        return bool(self._compiled)
 
-    def begin_compiled(self) -> list[LoopRequest]:
-        """Serve the requests whose grammars are compiled. Returns those that failed."""
+    def begin_compiled(self, most: int) -> list[LoopRequest]:
+        """Serve requests whose grammars are compiled, at most so many. Returns those that failed."""
         failed = []
-        while self.has_compiled:
-            request, _, begin = self._compiling.popleft()
-            if self._by_uuid.get(request.uuid) is not request:
-                continue  # It was released.
+        for _ in range(min(most, len(self._compiled))):
+            request = self._compiled.popleft()
+            waiting = self._compiling.pop(request, None)
+            if waiting is None:
+                continue  # It was released, or aborted.
             try:
-                begin()
+                waiting.begin()
                 if request.is_aborted:
                     self._engine.abort_request(request.local_id)
             except Exception as error:
-                request.reply = _failure(request, error)
+                self._end(request, _failure(request, error))
                 failed.append(request)
         return failed
 
@@ -144,15 +163,22 @@ class LoopRequests:
     def abort(self, uuid: bytes) -> None:
         """End a request; its result has finish_reason "abort"."""
         request = self._by_uuid.get(uuid)
-        if request is not None and request.reply is None:
-            request.is_aborted = True
-            self._engine.abort_request(request.local_id)
+        if request is None or request.reply is not None:
+            return
+        request.is_aborted = True
+        self._engine.abort_request(request.local_id)
+        if request in self._compiling:  # It begins without its grammar, and ends.
+            self._compiling[request].params.grammar = None
+            self._release_grammar(request)
+            self._note_compiled(request)
 
     def release(self, uuid: bytes) -> None:
         """Drop a request that the coordinator does not need any more, finished or not."""
         request = self._by_uuid.pop(uuid, None)
         if request is not None:
             del self._by_id[request.local_id]
+            self._compiling.pop(request, None)
+            self._release_grammar(request)
             if request.reply is None:
                 self._engine.abort_request(request.local_id)
 
@@ -161,6 +187,7 @@ class LoopRequests:
         request = self._by_id.get(local_id)
         if request is None:
             return None
+        self._release_grammar(request)
         start = len(request.made.tokens)
         chunk = TokenChunk(partial.new_tokens, partial.new_log_probs or [], partial.new_top_n_logprobs or [])
         request.made.extend(chunk)
@@ -179,10 +206,11 @@ class LoopRequests:
             merged.sampling_params.streaming_interval = request.params.streaming_interval
         tracing.note_served(request.trace, merged)
         try:
-            request.reply = pack_body(_for_the_wire(merged.serialize(), request.params))
+            reply = pack_body(_for_the_wire(merged.serialize(), request.params))
         except ValueError as error:
             reason = f"the result can't be sent: {error}; ask for fewer tokens or log probabilities"
-            request.reply = _failure(request, InvalidRequestError(reason))
+            reply = _failure(request, InvalidRequestError(reason))
+        self._end(request, reply)
         return request
 
     def refuse(self, assignment: Assignment, error: Exception) -> LoopRequest:
@@ -192,14 +220,32 @@ class LoopRequests:
         request.reply = _failure(request, error)
         return request
 
-    def _begin(self, request: LoopRequest, begin: Callable[[], Any]) -> None:
+    def _begin(self, request: LoopRequest, waiting: _Delayed) -> None:
         """A request with a new grammar waits until it is compiled; the others do not wait for it."""
-        grammar = None if request.params.grammar is None else self._engine.compile_grammar(request.params.grammar)
-        if grammar is None or grammar.done():
-            begin()
+        grammar = waiting.params.grammar
+        if grammar is None:
+            waiting.begin()
             return
-        self._compiling.append(_Compiling(request, grammar, begin))
-        grammar.add_done_callback(lambda _: self._on_compiled())
+        compiled = self._engine.compile_grammar(grammar)
+        request.grammar = grammar
+        if compiled.done():
+            waiting.begin()
+            return
+        self._compiling[request] = waiting
+        compiled.add_done_callback(lambda _: self._note_compiled(request))
+
+    def _note_compiled(self, request: LoopRequest) -> None:
+        self._compiled.append(request)
+        self._on_compiled()
+
+    def _end(self, request: LoopRequest, reply: bytes) -> None:
+        request.reply = reply
+        self._release_grammar(request)
+
+    def _release_grammar(self, request: LoopRequest) -> None:
+        if request.grammar is not None:
+            self._engine.release_grammar(request.grammar)
+            request.grammar = None
 
     def _keep(self, assignment: Assignment, params: SamplingParams, made: TokenChunk) -> LoopRequest:
         request = LoopRequest(assignment.uuid, next(self._ids), assignment.dispatch, params, made)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_runtime.engine.sampling.filters.grammar import GrammarFilter
-from megatron_runtime.engine.sampling.filters.protocol import LogitsEdit, LogitsFilter
+from megatron_runtime.engine.sampling.filters.protocol import EditFilter, LogitsEdit
 from megatron_runtime.engine.sampling.filters.token_edits import (
     AllowedTokens,
     BadWords,
@@ -15,7 +15,7 @@ from megatron_runtime.engine.sampling.filters.token_edits import (
 )
 from megatron_runtime.engine.sampling.filters.truncations import MinP, TopK, TopNSigma, TopP, Truncation
 
-EDITS: tuple[type[LogitsFilter[LogitsEdit]], ...] = (
+EDITS: tuple[type[EditFilter[LogitsEdit]], ...] = (
     LogitBias,
     RepetitionPenalty,
     FrequencyAndPresencePenalty,

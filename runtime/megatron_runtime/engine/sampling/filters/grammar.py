@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_runtime.engine.sampling.filters.protocol import Draws, FilterRequest, LogitsFilter
+from megatron_runtime.engine.sampling.filters.protocol import Draws, EditFilter, FilterRequest
 from megatron_runtime.engine.sampling.grammar import RequestGuide
 
 
@@ -32,7 +32,7 @@ class GrammarMask:
         logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)
 
 
-class GrammarFilter(LogitsFilter[GrammarMask]):
+class GrammarFilter(EditFilter[GrammarMask]):
     """Keeps the tokens that the request's grammar allows next."""
 
     parameters = ("grammar",)
@@ -42,6 +42,11 @@ class GrammarFilter(LogitsFilter[GrammarMask]):
         self._vocab_size = vocab_size
         self._guides: dict[int, RequestGuide] = {}
 
+    @property
+    def is_used(self) -> bool:
+        """Whether any row has a guide."""
+        return bool(self._guides)
+
     def set_row(self, row: int, request: FilterRequest) -> None:
         """Use the request's guide, if it has one."""
         self._guides.pop(row, None)
@@ -50,7 +55,7 @@ class GrammarFilter(LogitsFilter[GrammarMask]):
 
     def for_batch(self, draws: Draws) -> GrammarMask | None:
         """The masks of the rows with a grammar."""
-        if not self._guides:
+        if not self.is_used:
             return None
         found: dict[int, NDArray[np.bool_]] = {}
         times: dict[int, int] = {}

@@ -17,7 +17,7 @@ from megatron_runtime.engine.sampling.thinking import ThinkingLimit
 from megatron_runtime.engine.scheduling.sequence import Sequence
 from megatron_runtime.sampling_params import SamplingParams
 
-BatchPart = TypeVar("BatchPart", covariant=True)
+Edit = TypeVar("Edit", bound="LogitsEdit", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Draws:
         return np.array([length for _, length in self.prefixes], np.int64)
 
 
-class LogitsFilter(Protocol[BatchPart]):
+class LogitsFilter(Protocol):
     """The effect of sampling parameters on the logits of the running requests. Each request has a row.
 
     A filter is an edit or a truncation. Edits change logits and contribute a LogitsEdit to a batch. Truncations keep
@@ -71,10 +71,18 @@ class LogitsFilter(Protocol[BatchPart]):
 
     def __init__(self, num_rows: int, vocab_size: int) -> None: ...
 
+    @property
+    def is_used(self) -> bool:
+        """Whether any row uses this filter, including rows without a request until they get one."""
+
     def set_row(self, row: int, request: FilterRequest) -> None:
         """Read a request's parameters into a row, and drop the previous contents of the row."""
 
-    def for_batch(self, draws: Draws) -> BatchPart | None:
+
+class EditFilter(LogitsFilter, Protocol[Edit]):
+    """A filter that is an edit."""
+
+    def for_batch(self, draws: Draws) -> Edit | None:
         """The contribution of this filter to a batch; None if no row of the batch uses it."""
 
 

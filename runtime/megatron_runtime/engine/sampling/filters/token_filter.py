@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_runtime.engine.sampling.filters.protocol import Draws, FilterRequest, LogitsFilter
+from megatron_runtime.engine.sampling.filters.protocol import Draws, EditFilter, FilterRequest
 
 _FIRST_CAPACITY = 64
 _MANY = 1024
@@ -51,7 +51,7 @@ class Operation(Enum):
         return logits - values
 
 
-class TokenFilter(LogitsFilter["TokenEdits"], ABC):
+class TokenFilter(EditFilter["TokenEdits"], ABC):
     """A filter that changes the logits of single tokens, given a value for each of them."""
 
     parameters: ClassVar[tuple[str, ...]]
@@ -66,16 +66,25 @@ class TokenFilter(LogitsFilter["TokenEdits"], ABC):
     def start(self, request: FilterRequest) -> RequestEdit | None:
         """The edit of a request; None if it does not use the filter."""
 
+    @property
+    def is_used(self) -> bool:
+        """Whether any row has an edit."""
+        return bool(self._requests)
+
     def set_row(self, row: int, request: FilterRequest) -> None:
         """Start the edit of a request, if it uses the filter."""
-        self._requests.pop(row, None)
+        self.drop_row(row)
         edit = self.start(request)
         if edit is not None:
             self._requests[row] = edit
 
+    def drop_row(self, row: int) -> None:
+        """End the edit of a row, if it has one."""
+        self._requests.pop(row, None)
+
     def for_batch(self, draws: Draws) -> TokenEdits | None:
         """The edits of all rows in one object."""
-        if not self._requests:
+        if not self.is_used:
             return None
         found: list[tuple[int, TokenValues]] = []
         for index, (sequence, length) in enumerate(draws.prefixes):

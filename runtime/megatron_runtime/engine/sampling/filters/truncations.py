@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
-from megatron_runtime.engine.sampling.filters.protocol import Draws, FilterRequest, LogitsFilter
+from megatron_runtime.engine.sampling.filters.protocol import FilterRequest, LogitsFilter
 from megatron_runtime.engine.sampling.kept_tokens import KeptTokens
 
 
-class Truncation(LogitsFilter["Truncation"], ABC):
+class Truncation(LogitsFilter, ABC):
     """A filter that excludes the tokens below a threshold. Each row has one parameter; 0 disables the filter.
 
     Tokens that equal the threshold are kept, so that the result does not depend on the order of equal tokens. The most
@@ -53,13 +53,20 @@ class Truncation(LogitsFilter["Truncation"], ABC):
         for all."""
         return None
 
+    @property
+    def is_used(self) -> bool:
+        """Whether any row has a parameter that is not 0."""
+        return bool(self.values.any())
+
     def set_row(self, row: int, request: FilterRequest) -> None:
         """Read the request's parameter."""
         self.values[row] = getattr(request.params, self.parameters[0])
 
-    def for_batch(self, draws: Draws) -> Truncation | None:
-        """The filter with the parameters of the batch's rows."""
-        batch = self.take(draws.rows)
+    def for_rows(self, rows: NDArray[np.intp]) -> Truncation | None:
+        """The filter with the parameters of some rows; None if none of them uses it."""
+        if not self.is_used:
+            return None
+        batch = self.take(rows)
         return batch if batch.active.any() else None
 
     def take(self, rows: NDArray[np.intp]) -> Self:
