@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
+from runtime_support.processes import children_of, is_alive
 
+BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 
 ENDLESS = "header without an end, control API"
 LARGE = "body of 70 MiB, control API"
@@ -44,3 +47,16 @@ def test_an_attack_that_exceeds_a_limit_fails_the_run() -> None:
         f"{LARGE}: (p99 - step) / quiet",
         f"{LARGE}: growth / bodies",
     ]
+
+
+def test_a_run_that_gets_sigterm_ends_its_server() -> None:
+    command = [sys.executable, BENCHMARKS / "attacks.py", "--model=tiny", "--threads=1"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
+        launchers: list[int] = []
+        while not (started := [each for launcher in launchers for each in children_of(launcher)]):
+            assert run.poll() is None
+            launchers = [*children_of(run.pid)]
+            time.sleep(0.05)
+        run.send_signal(signal.SIGTERM)
+    assert run.returncode != 0
+    assert not any(is_alive(each) for each in [*launchers, *started])

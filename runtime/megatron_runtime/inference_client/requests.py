@@ -95,7 +95,7 @@ class ClientRequests:
                 "request_uuid must be 16 bytes, and different from those of other outstanding requests",
                 field="request_uuid",
             )
-        entry = Outstanding(body.content.alone(None), body.packed, body.hashes, body.seed, future, on_update)
+        entry = Outstanding(body.content.alone(), body.packed, body.hashes, body.seed, future, on_update)
         self.next_id += 1
         self._outstanding[future.request_uuid] = entry
         self.futures[future.request_id] = future

@@ -13,12 +13,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.held_bodies import check_size
+from megatron_runtime.server.known_fields import KnownFields
 from megatron_runtime.server.large_bodies import LargeBodies
 
 MAX_COPIED_BYTES = 64 * 2**20
@@ -31,12 +31,10 @@ MAX_CONTAINERS = 2**15
 """Objects and lists in a body. ``{},`` takes 3 bytes of it and 72 of memory, so that many of them multiply its size."""
 BYTES_PER_CONTAINER = 16
 """Larger bodies may have one for so many bytes; short messages with parts have one for 25."""
-_PIECE = 2**20
+_PIECE = 2**16
 """Bytes whose objects and lists are counted at once."""
-_FAST_PARSER_BYTES = 2**20
-"""Bodies beyond it are parsed by pydantic's parser, whose errors are less precise: the thread that parses keeps the
-interpreter from all others meanwhile.
-"""
+_CHECKED_FIRST_BYTES = 2**18
+"""Of larger bodies only known fields are parsed, after a check of their limits."""
 
 
 class BodyRoute(APIRoute):
@@ -59,6 +57,7 @@ class BodyRoute(APIRoute):
         super().__init__(path, endpoint, **described)
         if (body := get_type_hints(endpoint).get("body")) is not None:
             self._checked: Callable[[Any], Any] = TypeAdapter(body).validate_python
+            self._fields = KnownFields(body)
             # FastAPI's own app resolves the endpoint's parameters again for every request.
             self.app = self._serve
 
@@ -72,12 +71,17 @@ class BodyRoute(APIRoute):
             await check.dependency(request)
         raw = await _received(request, self.max_bytes)
         is_json = _is_json(request.headers.get("content-type", ""))
-        body = await self.large_bodies.run(len(raw), self._parsed, raw, is_json=is_json)
-        answer: Response = await self.endpoint(body, request)
+        turn = await self.large_bodies.turn(len(raw) if self.max_bytes is None else 0)
+        request.state.turn = turn
+        try:
+            body = await self.large_bodies.run(len(raw), self._parsed, raw, is_json=is_json)
+            answer: Response = await self.endpoint(body, request)
+        finally:
+            turn.end()
         return answer
 
     def _parsed(self, raw: bytes, *, is_json: bool) -> Any:
-        content = _content(raw) if raw and is_json else raw
+        content = _content(raw, self._fields) if raw and is_json else raw
         try:
             body = self._checked(self.convert(content))
         except ValidationError as error:
@@ -92,6 +96,11 @@ def body_route(
     """A BodyRoute for APIRouter, which may convert the parsed body before it is validated."""
     changed = {} if convert is None else {"convert": staticmethod(convert)}
     return type("ConfiguredBodyRoute", (BodyRoute,), {"large_bodies": large_bodies, "max_bytes": max_bytes, **changed})
+
+
+def end_turn(request: Request) -> None:
+    """All work on the body is done, so it is the turn of the next large one. Endpoints call it before they wait."""
+    request.state.turn.end()
 
 
 def _check_copies(n: int, size: int) -> None:
@@ -117,7 +126,7 @@ async def _received(request: Request, limit: int | None) -> bytes:
         raise HTTPException(400, "There was an error parsing the body") from error
 
 
-def _content(raw: bytes) -> Any:
+def _content(raw: bytes, fields: KnownFields) -> Any:
     # Commas in texts count too, but more of them do not fit into a prompt either.
     if (commas := raw.count(b",")) > MAX_VALUES:
         message = f"the body has about {commas} values; send at most {MAX_VALUES} in one request"
@@ -126,7 +135,7 @@ def _content(raw: bytes) -> Any:
         message = f"the body has {containers} objects and lists in {len(raw)} bytes; send at most {limit}"
         raise ApiError(400, message, param=None)
     try:
-        return json.loads(raw) if len(raw) <= _FAST_PARSER_BYTES else from_json(raw, cache_strings=False)
+        return json.loads(raw) if len(raw) <= _CHECKED_FIRST_BYTES else fields.parsed(raw)
     except json.JSONDecodeError as error:
         raise _invalid_json(error.msg, error.pos) from error
     except (ValueError, RecursionError) as error:

@@ -19,9 +19,14 @@ from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.server.admission import AdmissionController
 from megatron_runtime.server.api_keys import ApiKeys, digest
 from megatron_runtime.server.bodies.guided import output_constraint
-from megatron_runtime.server.bodies.limits import MAX_CHOICES
 from megatron_runtime.server.bodies.protocol import GenerationBody
-from megatron_runtime.server.bodies.sampling import check_copies, sample_seed, sampling_params, token_limit
+from megatron_runtime.server.bodies.sampling import (
+    check_choices,
+    check_copies,
+    sample_seed,
+    sampling_params,
+    token_limit,
+)
 from megatron_runtime.server.body_route import BodyRoute, body_route
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.generation.choice import ChoiceTask
@@ -125,9 +130,7 @@ class FrontendContext:
         isolation: Isolation,
     ) -> list[ChoiceTask]:
         """The choices that ``body`` requests: ``n`` per prompt, in the order of the prompts. Thread-safe."""
-        if len(prompts) * body.n > MAX_CHOICES:
-            message = f"n: {len(prompts)} prompts times {body.n} exceed the limit of {MAX_CHOICES} answers; reduce n"
-            raise ApiError(400, message, param="n")
+        check_choices(body, len(prompts))
         check_copies(body, len(prompts) * body.n)
         fill(body, self.options.sampling_defaults)
         grammar = parsing.grammar(output_constraint(body))

@@ -20,6 +20,8 @@ from megatron_runtime.server.api_keys import TOKEN_DIGEST_VARIABLE, ApiKeys, api
 from megatron_runtime.server.options import FrontendOptions
 from megatron_runtime.wire.security import key_environment
 
+START_SECONDS = 30.0
+"""To the first heartbeat of a frontend, which imports much and loads a tokenizer; then it is replaced."""
 ABORT_SECONDS = 3.0
 """Time for frontends, at the end of a drain, to send errors for the requests that they abort."""
 
@@ -67,6 +69,7 @@ class FrontendGroup:
             Supervisor(
                 partial(self._task, index),
                 hang_timeout=hang_timeout,
+                start_timeout=START_SECONDS,
                 on_report=partial(self._report, index),
                 on_change=partial(self._note, index),
             )

@@ -26,6 +26,7 @@ class LargeBodies:
     """
 
     def __init__(self) -> None:
+        self._turns = _Turns()
         self._bodies = _ShortestFirst("large-bodies")
         self._grammars = _ShortestFirst("grammars")
 
@@ -35,10 +36,63 @@ class LargeBodies:
             return work(*args, **kwargs)
         return await self._bodies.run(size, partial(work, *args, **kwargs))
 
+    async def turn(self, size: int) -> Turn:
+        """The turn of a body of ``size`` bytes, which it keeps from its first work to its last; small ones do not wait.
+
+        A parsed body takes several times its bytes, also while it waits for more work.
+        """
+        if size <= LARGE_BODY_BYTES:
+            return Turn(None)
+        await self._turns.take(size)
+        return Turn(self._turns)
+
     async def run_with_grammar(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The same for a body with a grammar, which is never worked on in the event loop."""
         thread = self._grammars if size <= LARGE_BODY_BYTES else self._bodies
         return await thread.run(size, partial(work, *args, **kwargs))
+
+
+class Turn:
+    """The turn of a body."""
+
+    def __init__(self, turns: _Turns | None) -> None:
+        self._turns = turns
+
+    def end(self) -> None:
+        """The work on the body is done, or it is refused. Further calls have no effect."""
+        turns, self._turns = self._turns, None
+        if turns is not None:
+            turns.end()
+
+
+class _Turns:
+    """A lock, which the smallest body gets first that waits."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
+
+    async def take(self, size: int) -> None:
+        if not self._is_taken:
+            self._is_taken = True
+            return
+        turn = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (size, next(self._numbers), turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.end()
+            raise
+
+    def end(self) -> None:
+        while self._waiting:
+            _, _, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._is_taken = False
 
 
 class _Waiting(NamedTuple):

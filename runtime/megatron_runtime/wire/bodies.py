@@ -82,10 +82,9 @@ class RequestBody:
     trace: dict[str, str] = field(default_factory=dict)
     """The trace context, as `tracing.carrier` returns it."""
 
-    def alone(self, seed: int | None) -> RequestBody:
-        """The body of one of the requests that share it: with this seed, and with tokens of its own."""
-        params = self.sampling_params if seed is None else {**self.sampling_params, "seed": seed}
-        return RequestBody(self.prompt, params, self.generated.since(0), self.trace)
+    def alone(self) -> RequestBody:
+        """The body for one of the requests that share it: with tokens of its own."""
+        return RequestBody(self.prompt, self.sampling_params, self.generated.since(0), self.trace)
 
     def pack(self) -> bytes:
         """As a body frame.

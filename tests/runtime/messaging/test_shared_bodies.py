@@ -55,11 +55,12 @@ def entries(fleet: Fleet) -> list[RequestEntry]:
     return list(fleet.coordinator._core.dispatcher.requests.values())
 
 
-async def test_a_shared_body_is_packed_kept_and_unpacked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_shared_body_is_packed_kept_unpacked_and_validated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    pack, unpack = RequestBody.pack, RequestBody.unpack
+    pack, unpack, deserialize = RequestBody.pack, RequestBody.unpack, SamplingParams.deserialize
     monkeypatch.setattr(RequestBody, "pack", lambda body: calls.append("pack") or pack(body))
     monkeypatch.setattr(RequestBody, "unpack", lambda body: calls.append("unpack") or unpack(body))
+    monkeypatch.setattr(SamplingParams, "deserialize", lambda data: calls.append("validate") or deserialize(data))
     async with Fleet(enable_prefix_caching=True, block_size_tokens=1) as fleet:
         fleet.start_coordinator()
         client = await fleet.connect()
@@ -71,7 +72,8 @@ async def test_a_shared_body_is_packed_kept_and_unpacked_once(monkeypatch: pytes
         assert kept[0].hashes
         fleet.add_engine()
         await check(futures, streamed)
-    assert calls == ["pack", "unpack"]
+    # The client validates the parameters in each result.
+    assert calls == ["pack", "unpack"] + ["validate"] * (1 + COUNT)
 
 
 async def test_requests_of_a_lost_engine_keep_their_seeds(fleet: Fleet) -> None:

@@ -6,12 +6,14 @@ import json
 import tracemalloc
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from pydantic import ValidationError
 
 from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.guides import json_schema_grammar
+from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import MOST_BAD_CHARACTERS
 from megatron_runtime.server.bodies import limits
 from megatron_runtime.server.bodies.protocol import ChatCompletionBody, CompletionBody
@@ -19,6 +21,8 @@ from megatron_runtime.server.bodies.responses_protocol import ResponsesBody
 from megatron_runtime.server.bodies.sampling import check_copies
 from megatron_runtime.server.body_route import MAX_COPIED_BYTES, MAX_VALUES, _check_copies, _content
 from megatron_runtime.server.errors import ApiError, _from_validation
+from megatron_runtime.server.known_fields import KnownFields
+from megatron_runtime.server.openai.completions import completion_prompts
 
 Body = type[CompletionBody] | type[ChatCompletionBody] | type[ResponsesBody]
 FUNCTION = {"type": "function", "function": {"name": "f"}}
@@ -103,9 +107,9 @@ def test_many_invalid_items_cost_as_little_as_one(fields: dict[str, Any]) -> Non
 
 
 def test_a_body_of_too_many_values_is_refused_before_it_is_parsed() -> None:
-    _content(b"[1" + b",1" * MAX_VALUES + b"]")
+    _content(b"[1" + b",1" * MAX_VALUES + b"]", KnownFields(CompletionBody))
     with pytest.raises(ApiError, match=f"at most {MAX_VALUES}"):
-        _content(b"[1,1" + b",1" * MAX_VALUES + b"]")
+        _content(b"[1,1" + b",1" * MAX_VALUES + b"]", KnownFields(CompletionBody))
 
 
 @pytest.mark.parametrize("item", [b"{}", b"[]", b'{"a":1}', b'{"a":[]}', b'"a",{}', b'"\\"{\\\\",{}'])
@@ -115,7 +119,7 @@ def test_a_body_of_too_many_objects_is_refused_before_it_is_parsed(item: bytes) 
     tracemalloc.start()
     try:
         with pytest.raises(ApiError, match=r"has (150|300)002 objects and lists in \d+ bytes; send at most"):
-            _content(raw)
+            _content(raw, KnownFields(CompletionBody))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -124,9 +128,10 @@ def test_a_body_of_too_many_objects_is_refused_before_it_is_parsed(item: bytes) 
 
 def test_objects_in_texts_and_in_long_bodies_are_accepted() -> None:
     text = json.dumps([{"a": ["b\\", {}]}] * 100_000)
-    assert _content(json.dumps({"prompt": text}).encode())["prompt"] == text
+    assert _content(json.dumps({"prompt": text}).encode(), KnownFields(CompletionBody))["prompt"] == text
     messages = [{"role": "user", "content": [{"type": "text", "text": "Hello!"}]}] * 30_000
-    assert len(_content(json.dumps({"messages": messages}).encode())["messages"]) == len(messages)
+    body = json.dumps({"messages": messages}).encode()
+    assert len(_content(body, KnownFields(ChatCompletionBody))["messages"]) == len(messages)
 
 
 def test_many_tools_of_different_names_are_accepted() -> None:
@@ -169,3 +174,12 @@ def test_the_tokens_of_all_choices_together_are_limited(field: str) -> None:
     with pytest.raises(ApiError, match=f"{field}: 1000 tokens for each of 263 choices exceed 262144") as refused:
         check_copies(body, limits.MAX_COPIED_TOKENS // len(tokens) + 1)
     assert refused.value.param == field
+
+
+def test_too_many_prompts_are_refused_before_they_are_tokenized() -> None:
+    """Texts of three letters in a body of 2.5 MB kept all other large bodies waiting for many seconds."""
+    body = CompletionBody.model_validate({"model": "m", "prompt": ["x"] * 43, "n": 3})
+    tokenizer = Mock(spec=Tokenizer)
+    with pytest.raises(ApiError, match="n: 43 prompts times 3 exceed the limit of 128 answers; reduce n"):
+        completion_prompts(body, tokenizer, 100)
+    tokenizer.tokenize.assert_not_called()

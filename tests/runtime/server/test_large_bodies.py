@@ -17,11 +17,13 @@ from pydantic import BaseModel
 from megatron_runtime.model.tokenizer import Tokenizer, load_tokenizer
 from megatron_runtime.server.bodies.protocol import ChatCompletionBody
 from megatron_runtime.server.bodies.sampling import check_characters, check_tokens
-from megatron_runtime.server.body_route import body_route
+from megatron_runtime.server.body_route import body_route, end_turn
 from megatron_runtime.server.errors import ApiError, install_error_handlers
 from megatron_runtime.server.json_response import JsonResponse
 from megatron_runtime.server.large_bodies import LARGE_BODY_BYTES, LargeBodies
 from megatron_runtime.server.openai.tokenization import MAX_CHARACTERS, TokenizeBody, tokenize
+
+BODIES = 3
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +92,77 @@ async def test_the_shortest_body_that_waits_is_worked_on_first() -> None:
     go_on.set()
     await asyncio.gather(*waiting, return_exceptions=True)
     assert order == [3 * 2**20, 40_000, 2**20, 15 * 2**20]
+
+
+async def test_a_large_body_has_its_turn_until_all_work_on_it_is_done() -> None:
+    """Bodies that had been parsed waited for their grammars together, with several times their bytes each."""
+    go_on, all_done, at_once = asyncio.Event(), asyncio.Event(), [0]
+    app = FastAPI()
+    app.router.route_class = body_route(LargeBodies())
+
+    @app.post("/work")
+    async def work(body: Body, request: Request) -> Response:
+        at_once.append(at_once[-1] + 1)
+        await go_on.wait()
+        at_once.append(at_once[-1] - 1)
+        end_turn(request)
+        if len(at_once) == 1 + 2 * BODIES:
+            all_done.set()
+        await all_done.wait()
+        return JsonResponse(len(body.text))
+
+    @app.post("/small")
+    async def small(body: Body, request: Request) -> Response:
+        end_turn(request)
+        return JsonResponse(len(body.text))
+
+    async with AsyncClient(transport=ASGITransport(app), base_url="http://here") as client:
+        sent = [client.post("/work", json={"text": "x" * LARGE_BODY_BYTES}) for _ in range(BODIES)]
+        large = [asyncio.create_task(each) for each in sent]
+        assert (await client.post("/small", json={"text": "x"})).json() == 1
+        go_on.set()
+        answers = await asyncio.gather(*large)
+    assert [answer.json() for answer in answers] == [LARGE_BODY_BYTES] * BODIES
+    assert max(at_once) == 1
+
+
+async def test_the_smallest_body_that_waits_has_the_next_turn() -> None:
+    bodies, order = LargeBodies(), []
+
+    async def work(size: int) -> None:
+        turn = await bodies.turn(size)
+        order.append(size)
+        await asyncio.sleep(0)
+        turn.end()
+        turn.end()
+
+    first = await bodies.turn(2**20)
+    tasks = [asyncio.create_task(work(size)) for size in (3 * 2**20, 2**20, 40_000, 2 * 2**20)]
+    await asyncio.sleep(0)
+    (await bodies.turn(LARGE_BODY_BYTES)).end()
+    tasks[1].cancel()
+    await asyncio.wait(tasks[1:2])
+    first.end()
+    tasks[2].cancel()  # when it has its turn already
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert order == [2 * 2**20, 3 * 2**20]
+    (await bodies.turn(2**20)).end()
+
+
+@pytest.mark.parametrize("text", [1, "x"], ids=["parsed", "prepared"])
+async def test_a_body_that_is_refused_ends_its_turn(text: object) -> None:
+    app = FastAPI()
+    install_error_handlers(app, {})
+    app.router.route_class = body_route(LargeBodies())
+
+    @app.post("/refuse")
+    async def refuse(body: Body, _: Request) -> Response:
+        raise ApiError(400, body.text)
+
+    async with AsyncClient(transport=ASGITransport(app), base_url="http://here") as client:
+        for _ in range(2):
+            answer = await client.post("/refuse", json={"text": text, "rest": "x" * LARGE_BODY_BYTES})
+            assert answer.status_code == 400
 
 
 async def test_a_grammar_is_never_checked_in_the_event_loop() -> None:

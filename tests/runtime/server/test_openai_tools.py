@@ -260,7 +260,7 @@ def nested(depth: int) -> dict[str, Any]:
         ),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": nested(200)}}]},
-            "tools.0.function",
+            "tools.0.function.parameters",
             "nested too deeply",
         ),
         ({"functions": [NOW]}, "functions", "not supported"),

@@ -9,9 +9,10 @@ from collections.abc import Sized
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field
-from pydantic_core import PydanticCustomError, to_json
+from pydantic_core import PydanticCustomError
 
 from megatron_runtime.sampling_params import MOST_BAD_CHARACTERS
+from megatron_runtime.server.known_fields import JsonAtMost, checked_size
 
 MAX_STOP_STRINGS = 256
 MAX_STOP_CHARACTERS = 16_384
@@ -60,34 +61,14 @@ def at_most(limit: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _json_at_most(limit: int) -> BeforeValidator:
-    """Check the number of characters as JSON."""
-
-    def check(value: Any) -> Any:
-        try:
-            size = len(value) if isinstance(value, str) else len(to_json(value))
-        except ValueError:
-            raise ValueError("is nested too deeply, or has a lone surrogate, which is no valid text") from None
-        return _checked_size(value, size, limit)
-
-    return BeforeValidator(check)
-
-
 def _characters_at_most(limit: int) -> BeforeValidator:
     """Check the number of characters of all texts together."""
 
     def check(value: Any) -> Any:
         texts = value if isinstance(value, list) else [value]
-        return _checked_size(value, sum(len(text) for text in texts if isinstance(text, str)), limit)
+        return checked_size(value, sum(len(text) for text in texts if isinstance(text, str)), limit)
 
     return BeforeValidator(check)
-
-
-def _checked_size(value: Any, size: int, limit: int) -> Any:
-    if size > limit:
-        message = "has {size} characters; give at most {limit}"
-        raise PydanticCustomError("too_long", message, {"size": size, "limit": limit})
-    return value
 
 
 StopString = Annotated[str, Field(min_length=1)]
@@ -116,7 +97,7 @@ AllowedTokens = Annotated[
 Biases = Annotated[dict[str, float], at_most(MAX_BIASES)]
 GuidedText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
 GuidedChoices = Annotated[list[GuidedText], Field(min_length=1, max_length=MAX_GUIDED_CHOICES), FirstError()]
-Schema = Annotated[dict[str, Any], _json_at_most(MAX_SCHEMA_CHARACTERS)]
-GuidedJson = Annotated[str | dict[str, Any], _json_at_most(MAX_SCHEMA_CHARACTERS)]
+Schema = Annotated[dict[str, Any], JsonAtMost(MAX_SCHEMA_CHARACTERS)]
+GuidedJson = Annotated[str | dict[str, Any], JsonAtMost(MAX_SCHEMA_CHARACTERS)]
 Identifier = Annotated[str, _characters_at_most(LONGEST_IDENTIFIER)]
-Metadata = Annotated[dict[str, Any], _json_at_most(MAX_METADATA_CHARACTERS)]
+Metadata = Annotated[dict[str, Any], JsonAtMost(MAX_METADATA_CHARACTERS)]

@@ -20,7 +20,7 @@ class ClientTool(BaseModel):
     type: Literal["custom"] | None = None
     name: str = Field(min_length=1, max_length=LONGEST_NAME)
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: Schema
     strict: bool | None = None
 
     @model_validator(mode="before")

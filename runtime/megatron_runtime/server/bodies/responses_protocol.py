@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from megatron_runtime.server.bodies.effort import Effort, Verbosity, effort_variables
-from megatron_runtime.server.bodies.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, FirstError, at_most
+from megatron_runtime.server.bodies.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, FirstError, Schema, at_most
 from megatron_runtime.server.bodies.only import Only
 from megatron_runtime.server.bodies.protocol import ChatMessage, ContentPart, GenerationBody
 from megatron_runtime.server.bodies.tools import (
@@ -161,7 +161,7 @@ class TextFormat(BaseModel):
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
-    definition: dict[str, Any] | None = Field(default=None, alias="schema")
+    definition: Schema | None = Field(default=None, alias="schema")
 
     @model_validator(mode="after")
     def _a_schema_for_its_type(self) -> TextFormat:

@@ -7,12 +7,19 @@ from collections.abc import Collection
 from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SEEDS, SamplingParams
-from megatron_runtime.server.bodies.limits import MAX_COPIED_TOKENS
+from megatron_runtime.server.bodies.limits import MAX_CHOICES, MAX_COPIED_TOKENS
 from megatron_runtime.server.bodies.protocol import GenerationBody
 from megatron_runtime.server.errors import CONTEXT_EXCEEDED, ApiError, check_text, context_length
 
 MAX_TRUNCATED_CHARACTERS = 2**20
 """Of a prompt with ``truncate_prompt_tokens``, which is tokenized as a whole."""
+
+
+def check_choices(body: GenerationBody, prompts: int) -> None:
+    """Raises ApiError 400 if the prompts times ``n`` are too many; before the prompts are tokenized, it saves that."""
+    if prompts * body.n > MAX_CHOICES:
+        message = f"n: {prompts} prompts times {body.n} exceed the limit of {MAX_CHOICES} answers; reduce n"
+        raise ApiError(400, message, param="n")
 
 
 def check_copies(body: GenerationBody, choices: int) -> None:

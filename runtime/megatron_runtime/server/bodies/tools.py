@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, model_validator
-from pydantic_core import PydanticSerializationError, to_json
 
 from megatron_runtime.server.bodies.call_arguments import JoinableArguments
-from megatron_runtime.server.bodies.limits import MAX_TOOLS, FirstError
+from megatron_runtime.server.bodies.limits import MAX_TOOLS, FirstError, Schema
 
 LONGEST_NAME = 128
 ToolChoice = Literal["none", "auto", "required"]
@@ -44,17 +43,13 @@ class FunctionDefinition(BaseModel):
 
     name: str = Field(min_length=1, max_length=LONGEST_NAME)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Schema | None = None
     strict: bool | None = None
 
     @model_validator(mode="after")
     def _parameters_are_an_object(self) -> FunctionDefinition:
         if self.parameters is not None and self.parameters.get("type", "object") != "object":
             raise ValueError("parameters must be the schema of an object: set type to 'object', or leave it out")
-        try:
-            to_json(self.parameters)
-        except PydanticSerializationError as error:
-            raise ValueError("parameters are nested too deeply") from error
         return self
 
     @property

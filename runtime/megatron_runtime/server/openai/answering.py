@@ -11,6 +11,7 @@ from fastapi.responses import Response
 
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server.bodies.protocol import GenerationBody
+from megatron_runtime.server.body_route import end_turn
 from megatron_runtime.server.frontend_context import FrontendContext
 from megatron_runtime.server.generation.choice import ChoiceTask, Delta
 from megatron_runtime.server.generation.generation import collect
@@ -63,6 +64,7 @@ async def answer_request(
     size = len(await request.body())
     run = frontend.large_bodies.run_with_grammar if body.has_grammar else frontend.large_bodies.run
     prepared = await run(size, _prepare, frontend, body, request, style)
+    end_turn(request)
     generation = frontend.generation(prepared.tasks, prepared.key, timeout=body.timeout)
     answer = _new_answer(frontend, body, prepared, style)
     try:

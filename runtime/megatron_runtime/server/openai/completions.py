@@ -8,7 +8,13 @@ from typing import Any
 
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server.bodies.protocol import CompletionBody
-from megatron_runtime.server.bodies.sampling import check_characters, check_tokens, check_truncatable, truncated
+from megatron_runtime.server.bodies.sampling import (
+    check_characters,
+    check_choices,
+    check_tokens,
+    check_truncatable,
+    truncated,
+)
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.generation.choice import Delta, TokenLogProb
 from megatron_runtime.server.messages.conversation import with_bos
@@ -18,7 +24,9 @@ from megatron_runtime.server.openai.token_ids import TokenIds
 
 def completion_prompts(body: CompletionBody, tokenizer: Tokenizer, longest: int) -> list[list[int]]:
     """The tokens of every prompt. ``longest`` is the maximum length of prompt and answer in tokens."""
-    prompts = [truncated(_tokens(prompt, tokenizer, body, longest), body, longest) for prompt in body.prompts]
+    texts = body.prompts
+    check_choices(body, len(texts))
+    prompts = [truncated(_tokens(prompt, tokenizer, body, longest), body, longest) for prompt in texts]
     if not prompts or not all(prompts):
         raise ApiError(400, "prompt: must not be empty", param="prompt")
     return prompts

@@ -14,6 +14,7 @@ from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.server.bodies.pooling_protocol import PoolingBody, PoolingInput
 from megatron_runtime.server.bodies.sampling import check_characters, check_tokens, check_truncatable, check_truncation
+from megatron_runtime.server.body_route import end_turn
 from megatron_runtime.server.errors import CONTEXT_EXCEEDED, ApiError, context_length
 from megatron_runtime.server.frontend_context import FrontendContext
 from megatron_runtime.server.generation.choice import ChoiceTask, Delta
@@ -69,6 +70,7 @@ async def answer_pooling(
     key = idempotency_key(request, body)
     isolation = frontend.isolation(request, body.cache_salt)
     prompts, tasks = await frontend.large_bodies.run(size, _prepare, frontend, body, inputs, key, isolation)
+    end_turn(request)
     generation = frontend.generation(tasks, key, timeout=body.timeout)
     try:
         async with CancelOnDisconnect(request.receive):
