@@ -1,11 +1,12 @@
-"""What clients of one pod see while its processes are killed and stopped at random, without a cluster.
+"""What clients of a service see while the processes of its pods are killed and stopped at random, without a cluster.
 
-The requests, the harms and the checks are those of the hour of chaos in `make test-long`: bursts of 100 requests keep a
-pod at 30 % of the load that it can serve, over HTTP and through the client of the library, streamed or not, with bodies
-of up to 1 MB and prefixes in common. Some clients disconnect and send the request again with the same Idempotency-Key.
-Meanwhile ranks, coordinators and frontends are killed, or stopped for 1 to 60 s, as is the launcher, and connections to
-the coordinator reuse the identity of another one. Exit status 1 if a request is lost, or answered twice or wrong, or if
-the 99th percentile of the waiting time exceeds a limit.
+`megatron-operator local` runs the pods as processes. The requests, the harms and the checks are those of the hour of
+chaos in `make test-long`: bursts of 100 requests keep the service at 30 % of the load that it can serve, over HTTP and
+through the client of the library, streamed or not, with bodies of up to 1 MB and prefixes in common. Some clients
+disconnect and send the request again with the same Idempotency-Key. Meanwhile ranks, coordinators, frontends and
+launchers are killed, or stopped for 1 to 60 s, and connections to the coordinator reuse the identity of another one.
+Exit status 1 if a request is lost, or answered twice or wrong, or if the 99th percentile of the waiting time exceeds a
+limit.
 
     python benchmarks/endurance.py
     python benchmarks/endurance.py --layout tensor --harms 334 --seconds 1200
@@ -31,19 +32,8 @@ ROOT = Path(__file__).parent.parent
 sys.path += [str(ROOT / "tests" / "runtime"), str(ROOT / "tests")]
 
 from runtime_support.chaos_harms import Harm  # noqa: E402
-from runtime_support.chaos_jobs import make_jobs  # noqa: E402
-from runtime_support.chaos_trial import (  # noqa: E402
-    LAYOUTS,
-    LOAD,
-    MOST_AT_ONCE,
-    Trial,
-    endure,
-    flags_of,
-    random_harms,
-    wait_for_all_groups,
-)
-from runtime_support.pod import Pod  # noqa: E402
-from runtime_support.tiny_checkpoint import write_tiny_checkpoint  # noqa: E402
+from runtime_support.chaos_trial import LAYOUTS, LOAD, Trial, random_harms  # noqa: E402
+from suite_support.service_trial import harm_service  # noqa: E402
 
 COLUMNS = ["replica groups", "requests", "kills", "stalls", "reconnections", "p50, s", "p99, s", "longest, s", "errors"]
 
@@ -78,19 +68,11 @@ class Outcome:
 
 
 async def try_layout(layout: str, chosen: argparse.Namespace, folder: Path) -> Outcome:
-    """A pod with these replica groups, under load and harms."""
+    """A service with these replica groups, under load and harms."""
     rng = random.Random(chosen.seed)
     harms = random_harms(rng, chosen.harms)
-    checkpoint = write_tiny_checkpoint(folder / "tiny")
-    pod = Pod(folder, *flags_of(checkpoint, layout))
-    try:
-        jobs = await asyncio.to_thread(make_jobs, checkpoint, rng, chosen.jobs)
-        await asyncio.to_thread(wait_for_all_groups, pod, layout)
-        trial = Trial(pod, rng, at_once=MOST_AT_ONCE)
-        await trial.client.start()
-        return Outcome(layout, trial, await endure(trial, jobs, harms, chosen.seconds, chosen.load), harms)
-    finally:
-        pod.end()
+    trial, requests = await harm_service(folder, layout, rng, chosen.jobs, harms, chosen.seconds, chosen.load)
+    return Outcome(layout, trial, requests, harms)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The benchmark of the processes of a pod: a minimal run with two kills."""
+"""The benchmark of the processes of pods: a minimal run with two kills."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from suite_support.local_command import told_by_kernel
 
 from megatron_operator.local.processes import descendants
 
@@ -90,14 +90,6 @@ def processes_of(command: Any, group: int) -> list[int]:
         for process in descendants(command.process.pid)
         if wanted in told_by_kernel(process.pid, "environ").split(b"\0")
     ]
-
-
-def told_by_kernel(pid: int, file: str) -> bytes:
-    """A file in /proc of a process; empty if it has ended."""
-    try:
-        return Path(f"/proc/{pid}/{file}").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
 
 
 def signal_pod(command: Any, group: int, number: signal.Signals) -> float:

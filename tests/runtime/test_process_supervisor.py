@@ -16,6 +16,7 @@ import pytest
 from runtime_support.processes import is_alive
 
 from megatron_runtime.processes.child import Child, ChildTask
+from megatron_runtime.processes.parent_link import EXIT_BAD_INPUT, EXIT_FAILURE
 from megatron_runtime.processes.replica_group_supervisor import ReplicaGroupSupervisor
 from megatron_runtime.processes.supervisor import ChildEnd, RestartBudget, Restarter, Supervisor
 
@@ -32,6 +33,16 @@ if act == "wait":
 if act == "hang":
     link.beat()
     os.kill(os.getpid(), signal.SIGSTOP)
+if act == "hang at its start":
+    os.kill(os.getpid(), signal.SIGSTOP)
+if act == "hang at every second start":
+    other = pathlib.Path(link.options["file"])
+    if other.exists():
+        other.unlink()
+        link.beat()
+    else:
+        other.touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
 if act == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link.report(phase="Deaf")
@@ -42,6 +53,14 @@ if act == "listen":
     pathlib.Path(link.options["file"]).touch()
 if act == "refuse":
     link.report(error={"reason": "CheckpointError", "message": "the file is broken"})
+if act == "refuse slowly":
+    link.report(error={"reason": "ConfigurationError", "message": "too little memory"})
+    pathlib.Path(link.options["file"]).touch()
+    time.sleep(1)
+if act == "lose the other":
+    while not pathlib.Path(link.options["file"]).exists():
+        time.sleep(0.01)
+    link.report(error={"reason": "LostRankError", "message": "rank 1 is missing"})
 sys.exit(link.options.get("code", 0))
 """
 
@@ -203,7 +222,7 @@ async def test_a_child_that_falls_silent_is_killed_and_started_again(program: st
     assert [report.get("phase") for report in reports.all] == ["Serving"] * 2
 
 
-async def test_a_child_without_a_first_heartbeat_is_not_considered_hung(program: str) -> None:
+async def test_a_child_that_starts_is_not_considered_hung(program: str) -> None:
     reports = Reports()
     supervisor = Supervisor(lambda: task(program, "wait"), hang_timeout=0.0, on_report=reports, log=io.StringIO())
     life = asyncio.create_task(supervisor.run())
@@ -213,6 +232,29 @@ async def test_a_child_without_a_first_heartbeat_is_not_considered_hung(program:
     await supervisor.stop(5)
     end = await life
     assert (end.exit_code, end.seconds_served) == (-signal.SIGTERM, 0.0)
+
+
+async def test_a_child_that_hangs_at_its_start_is_replaced_and_the_next_one_has_more_time(program: str) -> None:
+    supervisor = Supervisor(
+        lambda: task(program, "hang at its start"), RestartBudget(1), start_timeout=0.3, log=io.StringIO()
+    )
+    end = await asyncio.wait_for(supervisor.run(), 60)
+    assert (supervisor.restarts, end.exit_code, end.seconds_served) == (1, -signal.SIGKILL, 0.0)
+    # The first of all has 0.9 s.
+    assert end.message == "dummy sent no heartbeat for 1.8 s after its start and was killed"
+
+
+async def test_a_child_that_starts_in_time_gives_the_next_one_the_usual_time(program: str, tmp_path: Path) -> None:
+    file = tmp_path / "other"
+    file.touch()
+    supervisor = Supervisor(
+        lambda: task(program, "hang at every second start", file=str(file)),
+        RestartBudget(1),
+        start_timeout=5.0,
+        log=io.StringIO(),
+    )
+    end = await asyncio.wait_for(supervisor.run(), 60)
+    assert end.message == "dummy sent no heartbeat for 5 s after its start and was killed"
 
 
 class Failing(Restarter):
@@ -276,6 +318,20 @@ async def test_a_rank_that_exits_with_zero_does_not_stop_the_others(program: str
         supervisor = ReplicaGroupSupervisor(lambda order=order: order, RestartBudget(0), log=io.StringIO())  # type: ignore[misc]
         end = await asyncio.wait_for(supervisor.run(), 30)
         assert (end.exit_code, order[supervisor.culprit]) == (5, tasks[1])
+
+
+async def test_a_rank_whose_error_another_rank_notices_before_it_ends_is_the_cause(
+    program: str, tmp_path: Path
+) -> None:
+    """A rank on a GPU has closed its connections some time before its process has ended."""
+    file = str(tmp_path / "connection closed")
+    tasks = [
+        task(program, "lose the other", file=file, code=EXIT_FAILURE),
+        task(program, "refuse slowly", file=file, code=EXIT_BAD_INPUT),
+    ]
+    supervisor = ReplicaGroupSupervisor(lambda: tasks, RestartBudget(1), log=io.StringIO())
+    end = await asyncio.wait_for(supervisor.run(), 30)
+    assert (supervisor.restarts, supervisor.culprit, end.message) == (0, 1, "too little memory")
 
 
 def test_the_restart_budget_is_restored_after_a_time_without_restarts() -> None:

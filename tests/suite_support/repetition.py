@@ -7,6 +7,7 @@ Only repetitions differ: counts of generated inputs, seeds, durations. A test th
 from __future__ import annotations
 
 import os
+import random
 import secrets
 from typing import TypeVar
 
@@ -31,3 +32,10 @@ def seed_of_run(variable: str) -> int:
     if chosen := os.environ.get(variable):
         return int(chosen)
     return secrets.randbits(32) if is_long() else FIXED_SEED
+
+
+def rng_of_run(variable: str) -> random.Random:
+    """A generator with this seed, which is printed so that the run can be repeated."""
+    seed = seed_of_run(variable)
+    print(f"{variable}={seed}")
+    return random.Random(seed)

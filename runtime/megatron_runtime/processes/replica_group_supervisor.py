@@ -13,7 +13,7 @@ from megatron_runtime.processes.parent_link import EXIT_DRAINED
 from megatron_runtime.processes.supervisor import HANG_SECONDS, ChildEnd, ChildLife, RestartBudget, Restarter
 
 FAREWELL_SECONDS = 10.0
-"""Seconds that the other ranks may run after a rank exited with 0."""
+"""Seconds that the other ranks may run after a rank exited with 0, or that one may need to end after its error."""
 
 
 class ReplicaGroupSupervisor(Restarter):
@@ -64,8 +64,8 @@ class ReplicaGroupSupervisor(Restarter):
         try:
             await asyncio.wait(lives, return_when=asyncio.FIRST_COMPLETED)
             self.culprit = self._first_ended(lives)
-            if lives[self.culprit].result().exit_code == EXIT_DRAINED:
-                await asyncio.wait(lives, timeout=FAREWELL_SECONDS)
+            if others := self._relevant_after(lives[self.culprit].result(), lives):
+                await asyncio.wait(others, timeout=FAREWELL_SECONDS)
                 self.culprit = self._first_ended(lives)
             return lives[self.culprit].result()
         finally:
@@ -79,7 +79,16 @@ class ReplicaGroupSupervisor(Restarter):
         if self._stopping.is_set():
             child.send_signal(signal.SIGTERM)
 
+    def _relevant_after(self, end: ChildEnd, lives: list[asyncio.Task[ChildEnd]]) -> list[asyncio.Task[ChildEnd]]:
+        """The ranks to wait for, because this end of the first one may not be the cause."""
+        if end.exit_code == EXIT_DRAINED:
+            return lives
+        if not end.is_consequence:
+            return []
+        # The connections of a rank that fails may be closed long before its process has ended.
+        return [life for rank, life in zip(self._ranks, lives, strict=True) if rank.is_failing]
+
     def _first_ended(self, lives: list[asyncio.Task[ChildEnd]]) -> int:
-        """Of the ranks that have ended, one that failed, if there is one."""
-        ended = [place for place, life in enumerate(lives) if life.done()]
-        return next((place for place in ended if lives[place].result().exit_code != EXIT_DRAINED), ended[0])
+        """Of the ranks that have ended, one that failed, if there is one, and for a reason of its own if possible."""
+        ends = {place: life.result() for place, life in enumerate(lives) if life.done()}
+        return min(ends, key=lambda place: (ends[place].exit_code == EXIT_DRAINED, ends[place].is_consequence, place))

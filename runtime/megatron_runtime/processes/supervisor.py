@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import time
 from abc import ABC, abstractmethod
@@ -23,8 +24,13 @@ STEADY_SECONDS = 5.0
 children that fail at their start, since requests wait meanwhile."""
 HANG_SECONDS = 30.0
 """A child whose heartbeats stop for this long counts as hung."""
+START_SECONDS = 10.0
+"""A child of a `Supervisor` that sends no heartbeat for this long after its start counts as hung too."""
+FIRST_START_FACTOR = 3
+"""The first start has more time, because it may read the code from a slow disk."""
 RESET_SECONDS = 3600.0
 """Seconds without a restart after which the full budget is available again."""
+_HUNG = "Hung"
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,11 @@ class ChildEnd:
         return self.exit_code == EXIT_BAD_INPUT
 
     @property
+    def is_consequence(self) -> bool:
+        """Whether it ended because another rank was lost or late."""
+        return self.error is not None and is_lost_rank(self.error)
+
+    @property
     def message(self) -> str:
         """The error, or exit code and last output."""
         if self.error is not None and self.error.get("message"):
@@ -51,6 +62,11 @@ class ChildEnd:
         how = _how_it_ended(self.exit_code)
         last = "\n".join(self.tail[-8:])
         return f"{self.role} {how}" + (f"; its last output:\n{last}" if last else "")
+
+
+def is_lost_rank(error: Report) -> bool:
+    """Whether a process reports that another rank was lost or late."""
+    return error.get("reason") == "LostRankError"
 
 
 class RestartBudget:
@@ -150,8 +166,9 @@ class Supervisor(Restarter):
 
     ``make_task`` is called before every start, so that a restarted child gets current options.
 
-    A child that has sent heartbeats (see ``ParentLink.keep_beating``) and then sends none for ``hang_timeout`` seconds
-    hangs or was stopped by a signal: it is killed and restarted like one that failed.
+    A child that sends no heartbeats (see ``ParentLink.keep_beating``) for ``hang_timeout`` seconds, or none within
+    ``start_timeout`` seconds of its start, hangs or was stopped by a signal: it is killed and restarted like one that
+    failed. On a busy machine a start may take longer, so each that was too late doubles the time of the next one.
     """
 
     def __init__(
@@ -161,6 +178,7 @@ class Supervisor(Restarter):
         *,
         restart_success: bool = True,
         hang_timeout: float = HANG_SECONDS,
+        start_timeout: float = START_SECONDS,
         on_report: Callable[[Report], None] = lambda _: None,
         on_change: Callable[[], None] = lambda: None,
         log: TextIO | None = None,
@@ -168,6 +186,8 @@ class Supervisor(Restarter):
         super().__init__(budget, restart_success=restart_success, on_change=on_change)
         self._make_task = make_task
         self._hang_timeout = hang_timeout
+        self._start_timeout = start_timeout
+        self._start_factor = FIRST_START_FACTOR
         self._on_report = on_report
         self._log = log
         self.child: Child | None = None
@@ -184,7 +204,14 @@ class Supervisor(Restarter):
             await self.child.stop(grace_seconds)
 
     async def _live_once(self) -> ChildEnd:
-        return await ChildLife(self._make_task(), self._on_report, self._log, self._hang_timeout).run(self._started)
+        timeouts = self._hang_timeout, self._start_timeout * self._start_factor
+        life = ChildLife(self._make_task(), self._on_report, self._log, *timeouts)
+        end = await life.run(self._started)
+        if life.has_begun:
+            self._start_factor = 1
+        elif life.was_hung:
+            self._start_factor *= 2
+        return end
 
     def _started(self, child: Child) -> None:
         self.child = child
@@ -194,18 +221,47 @@ class Supervisor(Restarter):
 
 
 class ChildLife:
-    """One run of a child, which is killed if it hangs."""
+    """One run of a child, which is killed if it hangs.
+
+    Args:
+        task: Of the child.
+        on_report: Called with each of its reports.
+        log: Where its output goes.
+        hang_timeout: Seconds without a heartbeat after the first one.
+        start_timeout: Seconds to the first one.
+    """
 
     def __init__(
-        self, task: ChildTask, on_report: Callable[[Report], None], log: TextIO | None, hang_timeout: float
+        self,
+        task: ChildTask,
+        on_report: Callable[[Report], None],
+        log: TextIO | None,
+        hang_timeout: float,
+        start_timeout: float = math.inf,
     ) -> None:
         self._task = task
         self._on_report = on_report
         self._hang_timeout = hang_timeout
+        self._start_timeout = start_timeout
         self._error: Report | None = None
-        self._silence: float | None = None
-        self._first_beat = 0.0
+        self._silence = 0.0
+        self._first_beat: float | None = None
         self.child = Child(task, self._receive, log)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the child has sent a heartbeat."""
+        return self._first_beat is not None
+
+    @property
+    def was_hung(self) -> bool:
+        """Whether the child was killed because it hung."""
+        return self._error is not None and self._error.get("reason") == _HUNG
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the process has reported an error of its own, and so is about to end."""
+        return self._error is not None and not is_lost_rank(self._error)
 
     async def run(self, on_start: Callable[[Child], None]) -> ChildEnd:
         """Start the process, call ``on_start``, and wait for the end. When cancelled, it kills the child."""
@@ -222,23 +278,23 @@ class ChildLife:
             raise
         finally:
             watch.cancel()
-        served = 0.0 if self._silence is None else time.monotonic() - self._first_beat
+        served = 0.0 if self._first_beat is None else time.monotonic() - self._first_beat
         return ChildEnd(self._task.role, code, tuple(self.child.tail), self._error, served)
 
     async def _kill_when_hung(self) -> None:
         """Counts intervals instead of reading a clock: a launcher that was stopped must not kill its children."""
-        while self._silence is None or self._silence < self._hang_timeout:
+        while self._silence < (limit := self._hang_timeout if self.has_begun else self._start_timeout):
             await asyncio.sleep(BEAT_SECONDS)
-            if self._silence is not None:
-                self._silence += BEAT_SECONDS
-        message = f"{self._task.role} sent no heartbeat for {self._hang_timeout:g} s and was killed"
+            self._silence += BEAT_SECONDS
+        when = "" if self.has_begun else " after its start"
+        message = f"{self._task.role} sent no heartbeat for {limit:g} s{when} and was killed"
         logger.error(message)
-        self._error = {"reason": "Hung", "message": message}
+        self._error = {"reason": _HUNG, "message": message}
         self.child.send_signal(signal.SIGKILL)
 
     def _receive(self, report: Report) -> None:
         if "beat" in report:
-            if self._silence is None:
+            if self._first_beat is None:
                 self._first_beat = time.monotonic()
             self._silence = 0.0
             return

@@ -37,12 +37,12 @@ class Crowd:
         errors: The errors that HTTP clients got, and their number. Each was followed by a retry.
     """
 
-    def __init__(self, pod: Any, client: InferenceClient, rng: random.Random, *, at_once: int, timeout: float) -> None:
+    def __init__(self, url: str, client: InferenceClient, rng: random.Random, *, at_once: int, timeout: float) -> None:
         self._client = client
         self._rng = rng
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=at_once)
         self._openai = AsyncOpenAI(
-            base_url=f"http://{pod.host}:8000/v1",
+            base_url=url,
             api_key="none",
             max_retries=0,
             timeout=timeout,

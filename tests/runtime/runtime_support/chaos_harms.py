@@ -10,7 +10,7 @@ import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 from runtime_support.reused_identities import reuse_identities
 
@@ -20,7 +20,7 @@ IDENTITIES = "identities"
 
 @dataclass(frozen=True)
 class Harm:
-    """``victim`` is a word of the command line of a pod's process, LAUNCHER, or IDENTITIES.
+    """``victim`` is a word of the command line of a process, LAUNCHER, or IDENTITIES.
 
     The victim is killed, or stopped for ``stall`` seconds.
     """
@@ -36,15 +36,40 @@ class Harm:
         return "kill" if self.stall is None else "stall"
 
 
+class Harmed(Protocol):
+    """A pod, or a service of several pods."""
+
+    @property
+    def url(self) -> str:
+        """Base URL of the OpenAI endpoint."""
+
+    @property
+    def coordinator(self) -> str:
+        """Address of the coordinator."""
+
+    @property
+    def key(self) -> str:
+        """The key of the coordinator."""
+
+    def processes(self, word: str) -> list[int]:
+        """Running processes whose command line has ``word``."""
+
+    def launchers(self) -> list[int]:
+        """The launchers that run."""
+
+    def words(self) -> str:
+        """The end of the log."""
+
+
 class Reaper:
-    """Does harm to a pod, one after the other. Stalls of several processes may overlap.
+    """Does one harm after the other. Stalls of several processes may overlap.
 
     Attributes:
         done: The harms, and their number.
     """
 
-    def __init__(self, pod: Any, rng: random.Random) -> None:
-        self._pod = pod
+    def __init__(self, harmed: Harmed, rng: random.Random) -> None:
+        self._harmed = harmed
         self._rng = rng
         self._stopped: set[int] = set()
         self.done: Counter[Harm] = Counter()
@@ -55,8 +80,8 @@ class Reaper:
             for number, harm in enumerate(harms):
                 await pace(number)
                 if harm.victim == IDENTITIES:
-                    address = f"tcp://{self._pod.host}:5557"
-                    group.create_task(asyncio.to_thread(reuse_identities, address, self._pod.key))
+                    where = self._harmed.coordinator, self._harmed.key
+                    group.create_task(asyncio.to_thread(reuse_identities, *where))
                 else:
                     victim = await self._process(harm.victim)
                     os.kill(victim, signal.SIGKILL if harm.stall is None else signal.SIGSTOP)
@@ -68,10 +93,7 @@ class Reaper:
     async def _process(self, word: str) -> int:
         """A running process of this kind; waits for one that is being restarted."""
         while True:
-            if word == LAUNCHER:
-                found = [self._pod.process.pid]
-            else:
-                found = [pid for pid, command in self._pod.children().items() if word in command]
+            found = self._harmed.launchers() if word == LAUNCHER else self._harmed.processes(word)
             if found := sorted(set(found) - self._stopped):
                 return self._rng.choice(found)
             await asyncio.sleep(0.02)

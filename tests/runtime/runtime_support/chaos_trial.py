@@ -4,59 +4,64 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 from runtime_support.chaos_crowd import Crowd
-from runtime_support.chaos_harms import IDENTITIES, LAUNCHER, Harm, Reaper
+from runtime_support.chaos_harms import IDENTITIES, LAUNCHER, Harm, Harmed, Reaper
 from runtime_support.chaos_jobs import Job
-from runtime_support.pod import Pod
 
 from megatron_runtime.inference_client import InferenceClient
 
 RANK, COORDINATOR, FRONTEND = "megatron_runtime.rank", "coordinator_process", "server.frontend"
+SEED_VARIABLE = "MEGATRON_CHAOS_SEED"
 HANG_SECONDS = 10.0
 SETTLING = 15.0
 """Seconds; less than the coordinator keeps requests of disconnected clients, because all clients reconnect here."""
 DEADLINE = 240.0
 
-LAYOUTS = {
-    "replicas": ("--replica-groups", "3", "--routing-policy", "longest-prefix"),
-    "tensor": ("--replica-groups", "2", "--tensor-parallel", "2"),
-    "pipeline": ("--replica-groups", "2", "--pipeline-parallel", "2"),
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "replicas": {"replicas": 3, "routing": {"policy": "LongestPrefix"}},
+    "tensor": {"replicas": 2, "parallelism": {"tensor": 2}},
+    "pipeline": {"replicas": 2, "parallelism": {"pipeline": 2}},
 }
+"""Fields of the resource."""
 STALLS = (1.0, 60.0)
+"""Seconds, the shortest and the longest; half of the stalls are shorter than 8."""
 LOAD = 0.3
 BURST = 100
 """Requests that begin together."""
 MOST_AT_ONCE = 10 * BURST
-VICTIMS = (RANK, COORDINATOR, FRONTEND, RANK, COORDINATOR, FRONTEND, LAUNCHER, IDENTITIES)
+VICTIMS = (*(5 * (RANK, COORDINATOR, FRONTEND)), LAUNCHER, IDENTITIES)
 
 
-def flags_of(checkpoint: Path, layout: str) -> list[str]:
-    """The flags of a pod for these trials."""
-    flags = ["--model", str(checkpoint), "--kv-cache-memory", "32Mi", "--dtype", "float32", "--max-restarts", "10000"]
-    return [*flags, *LAYOUTS[layout], "--frontend-replicas", "2", "--hang-timeout", str(HANG_SECONDS)]
-
-
-def wait_for_all_groups(pod: Pod, layout: str) -> None:
-    """Returns when all replica groups of the layout are ready."""
-    groups = int(LAYOUTS[layout][1])
-    pod.wait_for(lambda state: state["ready"] and len(state["replicaGroups"]) == groups)
+def spec_of(layout: str) -> dict[str, Any]:
+    """The spec of the service for a trial, without its model. All groups restart soon, however often they failed."""
+    spec = LAYOUTS[layout]
+    ranks = math.prod(spec.get("parallelism", {}).values())
+    extra = ["--hang-timeout", str(HANG_SECONDS), "--threads-per-rank", "1"]
+    return {
+        **spec,
+        "pods": {"device": "cpu", "ranksPerPod": ranks},
+        "engine": {"kvCacheMemory": "32Mi", "extraArgs": extra},
+        "frontend": {"replicas": 2},
+        "failurePolicy": {"maxRestarts": 1000, "backoff": "1s", "maxBackoff": "5s"},
+    }
 
 
 class Trial:
-    """A pod with a load and a reaper."""
+    """A pod, or a service of several pods, with a load and a reaper."""
 
-    def __init__(self, pod: Pod, rng: random.Random, *, at_once: int) -> None:
-        self.pod = pod
-        self.client = InferenceClient(f"tcp://{pod.host}:5557", key=pod.key)
-        self.crowd = Crowd(pod, self.client, rng, at_once=at_once, timeout=DEADLINE)
-        self.reaper = Reaper(pod, rng)
+    def __init__(self, harmed: Harmed, rng: random.Random, *, at_once: int) -> None:
+        self.harmed = harmed
+        self.client = InferenceClient(harmed.coordinator, key=harmed.key)
+        self.crowd = Crowd(harmed.url, self.client, rng, at_once=at_once, timeout=DEADLINE)
+        self.reaper = Reaper(harmed, rng)
 
     async def run(self, *work: Awaitable[object], limit: float) -> None:
         """Returns when the work is done and no request is outstanding."""
@@ -68,7 +73,7 @@ class Trial:
                 while (await self.client.service_state()).outstanding_requests:
                     pass
         except BaseException:
-            print(f"did {dict(self.reaper.done)}; the end of the pod's log:\n{self.pod.words()}")
+            print(f"did {dict(self.reaper.done)}; the end of the log:\n{self.harmed.words()}")
             raise
         finally:
             self.client.stop()
@@ -130,11 +135,11 @@ async def endure(trial: Trial, jobs: Sequence[Job], harms: Sequence[Harm], secon
 
 
 def random_harms(rng: random.Random, count: int) -> list[Harm]:
-    """In random order; half of the harms to a process that may be killed are stalls, of ``STALLS`` seconds."""
+    """In random order; half of the harms to processes are stalls, whose lengths are distributed log-uniformly."""
     harms = []
     for victim in itertools.islice(itertools.cycle(VICTIMS), count):
-        is_stall = victim == LAUNCHER or (victim != IDENTITIES and rng.random() < 0.5)
-        harms.append(Harm(victim, rng.uniform(*STALLS) if is_stall else None))
+        is_stall = victim != IDENTITIES and rng.random() < 0.5
+        harms.append(Harm(victim, math.exp(rng.uniform(*map(math.log, STALLS))) if is_stall else None))
     rng.shuffle(harms)
     return harms
 

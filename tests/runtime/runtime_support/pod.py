@@ -62,9 +62,7 @@ class Pod:
             )
         self.control = _client(base_url=f"http://{self.host}:9000", headers={"Authorization": f"Bearer {TOKEN}"})
         self.http = _client(base_url=f"http://{self.host}:8000")
-        self.openai = OpenAI(
-            base_url=f"http://{self.host}:8000/v1", api_key="none", max_retries=0, http_client=_client()
-        )
+        self.openai = OpenAI(base_url=self.url, api_key="none", max_retries=0, http_client=_client())
 
     def state(self, **query: float) -> dict[str, Any]:
         """The state that the control API reports."""
@@ -152,9 +150,27 @@ class Pod:
         """The processes of the launcher, with their command lines."""
         return children_of(self.process.pid)
 
+    def processes(self, word: str) -> list[int]:
+        """The processes of the launcher whose command line has ``word``."""
+        return [pid for pid, command in self.children().items() if word in command]
+
     def child(self, word: str) -> int:
-        """The first child whose command line has ``word``."""
-        return min(pid for pid, command in self.children().items() if word in command)
+        """The first of these processes."""
+        return min(self.processes(word))
+
+    def launchers(self) -> list[int]:
+        """The launcher."""
+        return [self.process.pid]
+
+    @property
+    def url(self) -> str:
+        """Base URL of the OpenAI endpoint."""
+        return f"http://{self.host}:8000/v1"
+
+    @property
+    def coordinator(self) -> str:
+        """Address of the coordinator."""
+        return f"tcp://{self.host}:5557"
 
     def end(self) -> None:
         """Kills the launcher, and returns its remaining processes."""
