@@ -18,10 +18,13 @@ import argparse
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+MOST_SECONDS = 8 * 60
+"""That all of it is meant to take on one H100."""
 TESTS = Path(__file__).parent.parent / "tests" / "runtime"
 
 
@@ -63,7 +66,7 @@ def report(is_dry: bool, word: str = "", without: str | None = None) -> int:
     )
     from gpu_checks.results import REAL, TOY, device_name, print_results, run
 
-    sizes = TOY if is_dry else REAL
+    sizes, begun = TOY if is_dry else REAL, time.monotonic()
     print(f"device: {'none; this is a dry run, whose times say nothing' if is_dry else device_name()}\n")
     rates: dict[int, float] = {}
     checks = [
@@ -86,10 +89,19 @@ def report(is_dry: bool, word: str = "", without: str | None = None) -> int:
     chosen = [check for check in checks if word in check[0] and (without is None or without not in check[0])]
     results = [*run(chosen)]
     print_results(results)
+    print(f"\n{duration(time.monotonic() - begun, is_dry=is_dry)}")
     wrong = [result.name for result in results if result.is_wrong]
     if wrong:
-        print(f"\nwrong: {', '.join(wrong)}")
+        print(f"wrong: {', '.join(wrong)}")
     return 1 if wrong else 0
+
+
+def duration(seconds: float, *, is_dry: bool) -> str:
+    """How long it took, and whether that is longer than it should, which is no wrong result."""
+    minutes, rest = divmod(round(seconds), 60)
+    words = f"time in all: {minutes} min {rest} s"
+    is_long = seconds > MOST_SECONDS and not is_dry
+    return f"{words}, more than the {MOST_SECONDS // 60} minutes that all of it should take" if is_long else words
 
 
 @contextmanager

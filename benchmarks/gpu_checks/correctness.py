@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from gpu_support import latents
+from gpu_support.attention_shapes import SHAPES
 from gpu_support.paged import PagedCase
+from gpu_support.row_references import clamped_gate, norm_of
 from runtime_support.byte_backend import END, byte_backend
 from torch import Tensor
 
+from gpu_checks import sampling
 from gpu_checks.results import DEVICE, Check, Result, Sizes
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engine.sampling.exponential_noise import noise_keys
-from megatron_runtime.engine.sampling.filters.truncations import MinP, TopK, TopNSigma, TopP
-from megatron_runtime.engine.sampling.sampler import make_sampler, sample
-from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 from megatron_runtime.gpu import rows
+from megatron_runtime.inference_request import DynamicInferenceRequest
 from megatron_runtime.launch.sample_model import MODEL, models_folder
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.model.config import LatentAttentionConfig, ModelConfig
@@ -32,17 +31,29 @@ from megatron_runtime.sampling_params import SamplingParams
 
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 """Largest relative errors of a kernel, by type: of the norm of the result."""
-ATTENTION: dict[str, tuple[tuple[tuple[int, int], ...], tuple[int, int], int, int | None, float | None]] = {
-    "single tokens": (((1, 1), (17, 1), (40, 1)), (4, 2), 64, None, None),
-    "prompts and single tokens": (((20, 1), (33, 20), (5, 5)), (4, 2), 128, None, None),
-    "window and soft cap": (((40, 1), (36, 9)), (2, 1), 64, 13, 5.0),
-    "wide heads, several splits": (((530, 1), (9, 9)), (2, 1), 256, None, None),
-}
-"""Lengths and new tokens, heads on key heads, width, window and soft cap."""
+ATTENTION = (
+    "single tokens",
+    "prompts and single tokens",
+    "soft cap and window, width 64",
+    "width 256, several splits",
+)
+"""Names of SHAPES."""
+MORE_ATTENTION = (
+    "single tokens, group of 3, width 80",
+    "single tokens, window within a split",
+    "prompts, group of 4, width 80",
+    "prompts, group of 5, width 96",
+    "windows",
+    "sinks",
+    "chunks and sinks",
+    "several splits, chunks",
+    "several splits, soft cap, window and sinks",
+)
+"""The same, for one type: each has one or two kernels of its own, whose compilation takes about a second each."""
 LATENTS: dict[str, tuple[tuple[tuple[int, int], ...], int]] = {
     "single tokens": (((1, 1), (17, 1), (40, 1)), 16),
     "prompts and single tokens": (((20, 1), (13, 7), (5, 5)), 16),
-    "heads in several programs, several splits": (((300, 1),), 128),
+    "heads in several programs, several splits": (((300, 1),), 40),
 }
 """Lengths and new tokens, and heads; with the widths of DeepSeek-V3."""
 LATENT_MODEL: dict[str, Any] = {
@@ -51,27 +62,36 @@ LATENT_MODEL: dict[str, Any] = {
     "latent_attention": LatentAttentionConfig(32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16),
 }
 """Changes of `small_model`."""
+DEEPSEEK = latents.LatentShape(512, 128, 128, is_interleaved=True)
 PROMPTS = ("The capital of France is", "Water boils at", "Once upon a time, there was a")
-SAMPLE_RUNS = (("eager", 0, False), ("graphs one after the other", 1, True), ("graphs", 1, False))
+RUNS = (("eager", 0, False), ("graphs one after the other", 1, True), ("graphs", 1, False))
 """What a run is called, its number of graphs, and whether it reports log probabilities."""
 SAMPLERS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
-    "all samplers": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2},
+    "all samplers": {
+        **{"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2},
+        **{"frequency_penalty": 0.3, "presence_penalty": 0.2, "logit_bias": {66: 1.0}},
+    },
 }
+PENALTIES = {"temperature": 0.8, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2}
+"""Parameters with which the next pass begins before the host knows the tokens of the last one."""
+SCORED = {"return_log_probs": True, "skip_prompt_log_probs": True}
 
 
 def checks(sizes: Sizes) -> Iterator[Check]:
     """Kernels, bits, engine and memory."""
     for dtype in sizes.dtypes:
         kind = str(dtype).removeprefix("torch.")
-        yield f"attention, {kind}", partial(check_attention, dtype)
+        more = MORE_ATTENTION if dtype is sizes.dtypes[-1] else ()
+        yield f"attention, {kind}", partial(check_attention, dtype, (*ATTENTION, *more))
         yield f"attention to latents, {kind}", partial(check_latents, dtype)
         yield f"rows, {kind}", partial(check_rows, dtype)
     yield "engine's tokens, latents", partial(check_engine, small_model(**LATENT_MODEL), "latents, ")
     yield "bits of a request in other batches", partial(check_bits, sizes.dtypes[-1])
     yield "bits of products with fixed rows", partial(check_products, sizes)
-    yield "sampled tokens", partial(check_sampler, sizes.vocabulary)
+    yield from sampling.checks(sizes)
     yield "engine's tokens", partial(check_engine, small_model())
+    yield "engine's tokens, penalties", check_penalties
     yield "engine's tokens, SmolLM2", partial(check_sample_model, sizes)
 
 
@@ -84,25 +104,25 @@ def compared(name: str, found: Tensor, expected: Tensor, dtype: torch.dtype) -> 
     return Result(f"{name}, {kind}", f"error {error:.1e}", f"{limit:.1e}", is_wrong=not error <= limit)
 
 
-def check_attention(dtype: torch.dtype) -> Iterator[Result]:
-    """Against float64."""
-    for name, (lengths, heads, width, window, soft_cap) in ATTENTION.items():
-        case = PagedCase.random(lengths, heads, width, 16, dtype)
+def check_attention(dtype: torch.dtype, names: Iterable[str]) -> Iterator[Result]:
+    """Against float64, with these of SHAPES."""
+    for name in names:
+        shape = SHAPES[name]
+        case = shape.case(dtype)
         there = case.on(DEVICE)
-        found = there.attend(window, soft_cap)
+        found = there.attend(*shape.limits(DEVICE))
         cache = (there.cache[0].cpu(), there.cache[1].cpu())
-        yield compared(f"attention: {name}", found, replace(case, cache=cache).expected(window, soft_cap), dtype)
+        yield compared(f"attention: {name}", found, replace(case, cache=cache).expected(*shape.limits()), dtype)
 
 
 def check_latents(dtype: torch.dtype) -> Iterator[Result]:
     """Against float64."""
-    rotated, latent = 64, 512
     for name, (lengths, heads) in LATENTS.items():
-        case = latents.random_case(lengths, heads, (rotated, latent), 16, dtype)
+        case = latents.random_case(lengths, heads, (64, DEEPSEEK.latent), 16, dtype)
         there = case.on(DEVICE)
-        found = latents.attend(there, latent)
+        found = latents.attend(there, DEEPSEEK)
         cache = (there.cache[0].cpu(), there.cache[1].cpu())
-        wanted = latents.expected(replace(case, cache=cache), latent)
+        wanted = latents.expected(replace(case, cache=cache), DEEPSEEK)
         yield compared(f"attention to latents: {name}", found, wanted, dtype)
 
 
@@ -112,12 +132,20 @@ def check_rows(dtype: torch.dtype) -> Iterator[Result]:
     given, update, weight = (torch.randn(*size, generator=generator).to(dtype) for size in ((3, 96), (3, 96), (96,)))
     there = [each.to(DEVICE) for each in (given, update, weight)]
     summed, normed = rows.add_and_normalize(there[0], there[1], 1.0, there[2], None, 1e-5, "rms")
-    wide = summed.cpu().double()
-    expected = weight.double() * wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     yield compared("sum", summed, given.double() + update.double(), dtype)
-    yield compared("norm", normed, expected, dtype)
+    yield compared("norm", normed, norm_of(summed.cpu(), weight), dtype)
+    added, normed = rows.add_and_normalize(*there[:2], 1.0, there[2], None, 1e-5, "rms", (there[2], None))
+    yield compared("sum with a norm", added, given.double() + norm_of(update, weight), dtype)
+    yield compared("norm of a sum with a norm", normed, norm_of(added.cpu(), weight), dtype)
+    projections, weights = there[0].clone(), (there[2][:64], there[2][64:80])
+    rows.normalize_projections_(projections, (64, 16), weights, 1e-5, "rms")
+    parts = given.split((64, 16, 16), dim=1), weight.split((64, 16, 16))
+    expected = torch.cat([*map(norm_of, *(part[:2] for part in parts)), parts[0][2].double()], 1)
+    yield compared("norms of projections", projections, expected, dtype)
     gate, value = given.double().chunk(2, dim=1)
     yield compared("gate of silu", rows.gated(there[0], "silu"), gate * gate.sigmoid() * value, dtype)
+    found, expected = rows.gated(there[0], "silu", (1.7, 0.5)), clamped_gate(gate, value, 1.7, 0.5)
+    yield compared("clamped gate", found, expected, dtype)
 
 
 def check_bits(dtype: torch.dtype) -> Iterator[Result]:
@@ -128,8 +156,13 @@ def check_bits(dtype: torch.dtype) -> Iterator[Result]:
     yield same_bits("bits of a request in other batches", bits)
     alone = latents.random_case(((90, 1),), 16, (64, 512), 16, dtype)
     cases = [latents.random_case(((90, 1), other), 16, (64, 512), 16, dtype) for other in ((321, 1), (3, 3))]
-    bits = [latents.attend(case.with_first_of(alone).on(DEVICE), 512)[:1].cpu() for case in (alone, *cases)]
+    bits = [latents.attend(case.with_first_of(alone).on(DEVICE), DEEPSEEK)[:1].cpu() for case in (alone, *cases)]
     yield same_bits("bits of a request in other batches, latents", bits)
+    # Of several splits, which are merged where the values are computed, or before.
+    alone = latents.random_case(((521, 1),), 16, (64, 512), 16, dtype)
+    beside = latents.random_case(((521, 1), (3, 3)), 16, (64, 512), 16, dtype).with_first_of(alone)
+    bits = [latents.attend(case.on(DEVICE), DEEPSEEK)[:1].cpu() for case in (alone, beside)]
+    yield same_bits("bits of a request beside a prompt, latents", bits)
 
 
 def same_bits(name: str, bits: list[Tensor]) -> Result:
@@ -150,24 +183,6 @@ def check_products(sizes: Sizes) -> Iterator[Result]:
     together = linear(batch, weight, None, FIXED_ROWS).cpu()
     differing = sum(not torch.equal(together[place], alone[0]) for place in places)
     yield Result("bits of products with fixed rows", f"{differing} of 3 differ", "0", is_wrong=differing > 0)
-
-
-def check_sampler(vocabulary: int) -> Iterator[Result]:
-    """Tokens of the device against those of the CPU; the edge of a top-p may be rounded differently."""
-    count = 8
-    logits = torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(3)) * 3
-    keys = noise_keys(np.arange(count, dtype=np.uint64), np.full(count, 7))
-    truncations = (
-        TopNSigma.of(np.full(count, 3, np.float32)),
-        TopK.of(np.full(count, 50, np.int32)),
-        TopP.of(np.full(count, 0.9, np.float32)),
-        MinP.of(np.full(count, 0.01, np.float32)),
-    )
-    rules = SamplingRules(np.full(count, 0.8, np.float32), keys, truncations)
-    there = logits.to(DEVICE)
-    found = make_sampler(rules, vocabulary, there.device).sample(there).cpu().tolist()
-    differing = sum(one != other for one, other in zip(found, sample(logits, rules).tolist(), strict=True))
-    yield Result("sampled tokens", f"{differing} of {count} differ", "0", is_wrong=differing > 0)
 
 
 def small_model(**changes: Any) -> Decoder:
@@ -197,7 +212,14 @@ def make_engine(model: Decoder, num_cuda_graphs: int, **options: Any) -> Dynamic
 
 
 def generate(model: Decoder, params: dict[str, Any], num_cuda_graphs: int = 0, **options: Any) -> list[list[int]]:
-    """Tokens of two requests, which a graph pads by one; the prompt of the second is beside a token of the first."""
+    """Tokens of `answers`."""
+    return [answer.generated_tokens for answer in answers(model, params, num_cuda_graphs, **options)]
+
+
+def answers(
+    model: Decoder, params: dict[str, Any], num_cuda_graphs: int = 0, **options: Any
+) -> list[DynamicInferenceRequest]:
+    """Those to two requests, which a graph pads by one; the prompt of the second is beside a token of the first."""
     engine = make_engine(model, num_cuda_graphs, **options)
     given = {"seed": 7, "num_tokens_to_generate": 4, "ignore_eos": True} | params
     futures = []
@@ -206,7 +228,7 @@ def generate(model: Decoder, params: dict[str, Any], num_cuda_graphs: int = 0, *
         engine.step_modern()
     while engine.has_unfinished_requests():
         engine.step_modern()
-    return [future.result(timeout=0).merge().generated_tokens for future in futures]
+    return [future.result(timeout=0).merge() for future in futures]
 
 
 def on_device(model: Decoder) -> Decoder:
@@ -233,7 +255,7 @@ def check_sample_model(sizes: Sizes) -> Iterator[Result]:
     model, tokenizer = load_model(path, dtype="float32"), load_tokenizer(path)
     prompts = [tokenizer.tokenize(text) for text in PROMPTS]
     expected = sample_tokens(model, tokenizer, prompts, 0)
-    for kind, num_cuda_graphs, scored in SAMPLE_RUNS:
+    for kind, num_cuda_graphs, scored in RUNS:
         found = sample_tokens(on_device(model), tokenizer, prompts, num_cuda_graphs, scored=scored)
         yield same_tokens(f"{name}, {kind}", found, expected)
 
@@ -246,15 +268,29 @@ def sample_tokens(
         kv_cache_memory_bytes=64 << 20, max_sequence_length=256, max_requests=4, num_cuda_graphs=num_cuda_graphs
     )
     engine = DynamicInferenceEngine.build(model, tokenizer, config)
-    params = SamplingParams(temperature=0.0, num_tokens_to_generate=16, return_log_probs=scored)
-    params.skip_prompt_log_probs = scored
+    params = SamplingParams(temperature=0.0, num_tokens_to_generate=16, **(SCORED if scored else {}))
     return [record.merge().generated_tokens for record in engine.generate(prompts, params)]
 
 
+def check_penalties() -> Iterator[Result]:
+    """The tokens of CUDA graphs, in which the device counts them for the next pass, against those of the CPU."""
+    model = small_model()
+    found, expected = answers(on_device(model), PENALTIES, 1), answers(model, PENALTIES)
+    tokens, wanted = ([each.generated_tokens for each in part] for part in (found, expected))
+    yield same_tokens("engine's tokens, penalties, graphs", tokens, wanted)
+
+
 def check_engine(model: Decoder, kind_of_model: str = "") -> Iterator[Result]:
-    """Its tokens in float32, of eager passes and of CUDA graphs, against those of the CPU."""
-    for name, params in SAMPLERS.items():
-        expected = generate(model, params)
-        for kind, num_cuda_graphs in (("eager", 0), ("graphs", 1)):
-            found = generate(on_device(model), params, num_cuda_graphs)
-            yield same_tokens(f"engine's tokens, {kind_of_model}{name}, {kind}", found, expected)
+    """Its tokens in float32, of eager passes and of CUDA graphs, against those of the CPU, and log probabilities."""
+    for sampler, params in SAMPLERS.items():
+        expected = answers(model, params | SCORED)
+        for kind, num_cuda_graphs, scored in RUNS:
+            name = f"{kind_of_model}{sampler}, {kind}"
+            found = answers(on_device(model), params | (SCORED if scored else {}), num_cuda_graphs)
+            tokens, wanted = ([each.generated_tokens for each in part] for part in (found, expected))
+            yield same_tokens(f"engine's tokens, {name}", tokens, wanted)
+            if scored and tokens == wanted:
+                scores, others = (
+                    torch.tensor([each.generated_log_probs for each in part]) for part in (found, expected)
+                )
+                yield sampling.near_log_probs(f"engine's log probabilities, {name}", scores, others)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from gpu_support.paged import PagedCase
+from gpu_support.attention_shapes import SHAPES
 from torch import Tensor
 
 from gpu_checks.correctness import ATTENTION, compared
@@ -41,19 +41,18 @@ def _or_why_not(check: Callable[[], Iterator[Result]]) -> Iterator[Result]:
 def check_results(sizes: Sizes) -> Iterator[Result]:
     """Against float64."""
     for dtype in (each for each in sizes.dtypes if each in DTYPES):
-        for name, (lengths, heads, width, window, soft_cap) in ATTENTION.items():
-            if width not in WIDTHS:
-                continue
-            case = PagedCase.random(lengths, heads, width, 16, dtype)
+        for name in (each for each in ATTENTION if SHAPES[each].width in WIDTHS):
+            shape = SHAPES[name]
+            case = shape.case(dtype)
             there = case.on(DEVICE)
-            contexts = torch.tensor([length for length, _ in lengths], dtype=torch.int32)
+            contexts = torch.tensor([length for length, _ in shape.lengths], dtype=torch.int32)
             batch = PagedBatch(there.slots, there.query_starts, contexts.to(DEVICE), there.tables)
             attention = FlashInferPass(
-                FlashInfer(DEVICE), batch, PassTables.of(case.query_starts, contexts, case.tables, 16)
+                FlashInfer(DEVICE), batch, PassTables.of(case.query_starts, contexts, case.tables, shape.page)
             )
-            found = attention.attend(there.heads, there.rotation, there.cache, window, soft_cap)
+            found = attention.attend(there.heads, there.rotation, there.cache, shape.window, shape.soft_cap)
             cache = (there.cache[0].cpu(), there.cache[1].cpu())
-            expected = replace(case, cache=cache).expected(window, soft_cap)
+            expected = replace(case, cache=cache).expected(*shape.limits())
             yield compared(f"flashinfer: {name}", found, expected, dtype)
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from unittest.mock import patch
 
 import torch
+from gpu_support.attention_shapes import SHAPES
 from gpu_support.float8_cache import RoundedAttention, in_float8, widened
 from gpu_support.paged import PagedCase
 
@@ -44,12 +45,13 @@ def measurements(sizes: Sizes) -> Iterator[Check]:
 
 def check_attention(dtype: torch.dtype) -> Iterator[Result]:
     """Against float64, from what the cache has after the new keys and values are written."""
-    for name, (lengths, heads, width, window, soft_cap) in ATTENTION.items():
-        case = in_float8(PagedCase.random(lengths, heads, width, 16, dtype))
+    for name in ATTENTION:
+        shape = SHAPES[name]
+        case = in_float8(shape.case(dtype))
         there = case.on(DEVICE)
-        found = there.attend(window, soft_cap)
+        found = there.attend(*shape.limits(DEVICE))
         stored = widened(replace(case, cache=(there.cache[0].cpu(), there.cache[1].cpu())))
-        yield compared(f"attention, fp8 cache: {name}", found, stored.expected(window, soft_cap), dtype)
+        yield compared(f"attention, fp8 cache: {name}", found, stored.expected(*shape.limits()), dtype)
 
 
 def check_bits(sizes: Sizes) -> Iterator[Result]:

@@ -1,24 +1,31 @@
-"""The memory of a suspended engine."""
+"""The memory of a suspended engine, and what the largest pass leaves for a KV cache."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
+from unittest.mock import Mock, patch
 
 import torch
 from runtime_support.byte_backend import END, byte_backend
 
 from gpu_checks.correctness import same_tokens
 from gpu_checks.random_models import random_model, weight_bytes
-from gpu_checks.results import DEVICE, Check, Result, Sizes
+from gpu_checks.results import DEVICE, Check, Result, Sizes, free_memory
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.engine.largest_pass import measure_kv_cache_memory
+from megatron_runtime.engine.text_generation_controller import TextGenerationController
 from megatron_runtime.gpu import driver_memory
+from megatron_runtime.inference_request import Status
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
+TOKENIZER = Tokenizer(byte_backend(), location="bytes", eod=END)
 NEEDED = 0.95
 LAYERS = 4
 """Of the model whose weights are released: enough to be seen beside what a GPU needs for other purposes."""
@@ -28,8 +35,9 @@ BEFORE = 5
 
 
 def checks(sizes: Sizes) -> Iterator[Check]:
-    """Of an engine that releases weights and cache, but not their addresses."""
+    """Of an engine that releases weights and cache, but not their addresses, and of one that fills the GPU."""
     yield "suspension that keeps CUDA graphs", partial(check_addresses, sizes)
+    yield "largest pass", partial(check_largest_pass, sizes)
 
 
 def check_suspended(model: Decoder, sizes: Sizes) -> Result:
@@ -72,6 +80,60 @@ def check_addresses(sizes: Sizes) -> Iterator[Result]:
     yield same_tokens("suspension: tokens", found, expected, "those without it")
 
 
+def check_largest_pass(sizes: Sizes) -> Iterator[Result]:
+    """One row, after which the GPU is free again."""
+    free_memory(has_gpu=sizes.has_gpu)
+    result = largest_pass(sizes)
+    free_memory(has_gpu=sizes.has_gpu)
+    yield result
+
+
+@torch.inference_mode()
+def largest_pass(sizes: Sizes) -> Result:
+    """An engine as that of a rank whose KV cache has no given size, and requests that fill a pass beside it."""
+    model, tokens = random_model(sizes, num_layers=2 * LAYERS), sizes.max_requests * sizes.filling_prompt
+    config = InferenceConfig(
+        max_requests=sizes.max_requests,
+        max_tokens=tokens,
+        max_sequence_length=sizes.model["max_position_embeddings"],
+        num_cuda_graphs=-1 if sizes.has_gpu else 1,
+        use_cuda_graphs_for_non_decode_steps=sizes.has_gpu,
+        cuda_graph_max_tokens=sizes.graph_tokens,
+    )
+    with readings(sizes):
+        size = measure_kv_cache_memory(TextGenerationController(model, TOKENIZER), config)
+        engine = DynamicInferenceEngine.build(model, TOKENIZER, replace(config, kv_cache_memory_bytes=size))
+        with patch.object(engine.controller, "run", wraps=engine.controller.run) as run:
+            failed = fill_pass(engine, sizes)
+        left, _ = torch.cuda.mem_get_info(DEVICE)
+    largest = max((len(call.args[0].tokens) for call in run.call_args_list), default=0)
+    sizes_of_cache = f"{size / 1e9:.3g} GB measured, {engine.context.kv_cache.num_bytes / 1e9:.3g} GB allocated"
+    seen = f"{failed} of {sizes.max_requests} requests failed, a pass of {largest} tokens left {left / 1e9:.3g} GB"
+    words, limit = f"{sizes_of_cache}; {seen}", f"none fails, {tokens} tokens"
+    return Result("largest pass: KV cache", words, limit, is_wrong=failed > 0 or largest < tokens)
+
+
+def fill_pass(engine: DynamicInferenceEngine, sizes: Sizes) -> int:
+    """The failed ones of as many requests as an engine has at most, all of whose prompts are one pass; the sampling
+    is that of the measured pass."""
+    params = SamplingParams(
+        top_p=0.999, num_tokens_to_generate=2, ignore_eos=True, return_log_probs=True, top_n_logprobs=20
+    )
+    params.skip_prompt_log_probs = True
+    prompts = [[1 + at % (END - 1)] * sizes.filling_prompt for at in range(sizes.max_requests)]
+    records = engine.generate(prompts, params)
+    return sum(record.merge().status is not Status.COMPLETED for record in records)
+
+
+def readings(sizes: Sizes) -> AbstractContextManager[object]:
+    """The memory as the driver and PyTorch report it; without a GPU, numbers that say nothing."""
+    if sizes.has_gpu:
+        return nullcontext()
+    fixed = {"memory_allocated": 0, "max_memory_allocated": sizes.cache_bytes, "reset_peak_memory_stats": None}
+    fixed["mem_get_info"] = (3 * sizes.cache_bytes, 4 * sizes.cache_bytes)
+    return patch.multiple(torch.cuda, **{name: Mock(return_value=value) for name, value in fixed.items()})
+
+
 def make_engine(model: Decoder, sizes: Sizes, **options: object) -> DynamicInferenceEngine:
     """With the cache of these sizes."""
     settings = InferenceConfig(
@@ -79,7 +141,7 @@ def make_engine(model: Decoder, sizes: Sizes, **options: object) -> DynamicInfer
         max_sequence_length=sizes.model["max_position_embeddings"],
         **options,  # type: ignore[arg-type]
     )
-    return DynamicInferenceEngine.build(model, Tokenizer(byte_backend(), location="bytes", eod=END), settings)
+    return DynamicInferenceEngine.build(model, TOKENIZER, settings)
 
 
 def generate(engine: DynamicInferenceEngine, between: Callable[[], None] = lambda: None) -> list[list[int]]:

@@ -14,7 +14,7 @@ from gpu_checks.correctness import check_engine, compared, small_model
 from gpu_checks.random_models import random_model
 from gpu_checks.results import DEVICE, Check, Result, Sizes, free_memory
 from gpu_checks.speed import copied_bytes_per_second, decode, prefill, products_per_second
-from megatron_runtime.gpu import experts
+from megatron_runtime.gpu import expert_choice, experts
 from megatron_runtime.model.config import ExpertsConfig
 from megatron_runtime.model.decoder import Decoder
 
@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "clamped gates, biases": {"tokens": 50, "experts": (8, 4), "is_biased": True, "clamped": (1.702, 7.0)},
     "no gate": {"tokens": 50, "experts": (8, 2), "is_gated": False, "activation": "relu_squared"},
     "weights of the inputs": {"tokens": 50, "experts": (8, 1), "weights_inputs": True},
+    "a shared expert with a gate": {"tokens": 50, "experts": (8, 2), "shared": "gated"},
 }
 
 
@@ -73,13 +74,16 @@ def check_choice(sizes: Sizes) -> Iterator[Result]:
     """Chosen experts, and their visits in order, against PyTorch's on the host."""
     tokens, count = (3000, 128) if sizes.has_gpu else (20, 12)
     logits = torch.randn(tokens, count, generator=torch.Generator().manual_seed(5))
-    choice = experts.Choice(4, "softmax", normalizes=True, multiplier=1.0)
-    weights, chosen = experts.route(logits.to(DEVICE), choice, None, None)
+    choice = expert_choice.Choice(4, "softmax", normalizes=True, multiplier=1.0)
+    weights, chosen = expert_choice.route(logits.to(DEVICE), choice, None, None)
     expected_weights, expected = logits.softmax(-1).topk(4)
     differing = int((chosen.cpu() != expected).any(-1).sum())
     yield Result("choice of experts", f"{differing} of {tokens} differ", "0", is_wrong=differing > 0)
     normalized = expected_weights / expected_weights.sum(-1, keepdim=True)
     yield compared("weights of experts", weights, normalized, torch.float32)
+    _, joined = expert_choice.route(logits.to(DEVICE), replace(choice, adds_shared=True), None, None)
+    differing = int((joined.cpu() != torch.cat((expected, torch.full((tokens, 1), count)), 1)).any(-1).sum())
+    yield Result("choice of experts, and a shared one", f"{differing} of {tokens} differ", "0", is_wrong=differing > 0)
     visits, expected = experts._sorted(chosen, 0, count), expected.flatten()
     is_right = visits.order.cpu().equal(expected.argsort(stable=True).int())
     is_right &= visits.starts.cpu().equal(torch.searchsorted(expected.sort()[0], torch.arange(count + 1)).int())

@@ -86,6 +86,8 @@ class Sizes:
     """These others."""
     max_requests: int = 256
     """Of their engine."""
+    filling_prompt: int = 64
+    """Tokens of the prompts of as many requests that fill a pass."""
     graph_tokens: int = 512
     """Of an engine's largest CUDA graph."""
     has_gpu: bool = True
@@ -143,6 +145,7 @@ TOY = Sizes(
     step_slice=8,
     step_requests=2,
     max_requests=3,
+    filling_prompt=8,
     graph_tokens=32,
     has_gpu=False,
 )

@@ -57,7 +57,7 @@ class Server:
 
 
 class Start:
-    """One start of a server: a context that executes the program and ends it."""
+    """One start of a server: a context of the main thread that executes the program and ends it, also on SIGTERM."""
 
     def __init__(self, server: Server, threads: int, log: Path) -> None:
         self.server, self.port = server, free_port()
@@ -66,6 +66,7 @@ class Start:
     def __enter__(self) -> Start:
         command = self.server.command(self.server.python, self.server.checkpoint, self.port, self._threads)
         environment = {**os.environ, "OMP_NUM_THREADS": str(self._threads), **self.server.environment}
+        self._handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
         with self._log.open("w") as log:
             self.began = time.monotonic()
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, process_group=0)
@@ -78,6 +79,7 @@ class Start:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        signal.signal(signal.SIGTERM, self._handler)
 
     @property
     def pid(self) -> int:
