@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from operator_support.operator_process import OperatorProcess
 from operator_support.resource import Json, Resource, condition
 from operator_support.scripted_node import ScriptedNode
 from suite_support.console_runs import documented
@@ -35,14 +36,21 @@ async def test_a_deleted_secret_is_replaced_with_new_keys_and_new_pods(
     assert events.count("RotatingKeys") == 1
 
 
-@pytest.mark.usefixtures("operator", "node")
-async def test_a_secret_that_another_client_creates_in_its_place_ends_no_pod(chat: Resource) -> None:
+@pytest.mark.usefixtures("node")
+async def test_a_secret_that_another_client_creates_in_its_place_ends_no_pod(
+    chat: Resource, operator: OperatorProcess
+) -> None:
     await chat.create()
     await chat.until_phase("Running")
     (before,) = (await chat.pods()).values()
     secret = await chat.get("secret", "chat-keys")
     del secret["metadata"]["ownerReferences"], secret["metadata"]["labels"]
-    await chat.kubectl("replace", "--force", "-f", "-", input=json.dumps(secret))
+    # kubectl deletes and creates. A round in between would end the pods, as after a deletion alone.
+    operator.halt()
+    try:
+        await chat.kubectl("replace", "--force", "-f", "-", input=json.dumps(secret))
+    finally:
+        operator.go_on()
     await chat.kubectl("annotate", "mi", "chat", "tests/keys=replaced")
     status = await chat.until(lambda status: "another owner" in message_of(status, "Degraded"), "the complaint")
     assert "Secret chat-keys exists and has another owner" in message_of(status, "Degraded")

@@ -176,13 +176,17 @@ def test_autoscalers_in_the_docs_refer_to_existing_fields_and_limits() -> None:
         assert replicas["minimum"] <= least < most <= replicas["maximum"]
 
 
+OTHER_PAGES = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
+"""Pages with links, besides those with code blocks."""
+
+
 def heading_anchors(page: Path) -> set[str]:
     """The anchors of the headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_between_pages_have_targets(page: Path) -> None:
     links = re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", page.read_text())
     assert [link for link, _ in links if not (page.parent / link).exists()] == []

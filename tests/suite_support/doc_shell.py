@@ -94,7 +94,8 @@ class DocShell:
         """A command that does not end by itself, and prints into ``log``. At the end it gets the SIGINT of Ctrl-C."""
         with log.open("wb") as output:
             process = subprocess.Popen(
-                ["bash", "-c", command],
+                # Background jobs of scripts ignore SIGINT, and so do their processes.
+                ["env", "--default-signal=INT", "bash", "-c", command],
                 cwd=self.checkout,
                 env=self.environment,
                 stdout=output,

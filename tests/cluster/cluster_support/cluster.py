@@ -163,6 +163,7 @@ class Cluster:
         name = definition["metadata"]["name"]
         wait_until(lambda: self._is_established(name), f"{name} to be established", timeout=30)
         wait_until(lambda: self._is_served(definition), f"{name} to be in discovery", timeout=30)
+        wait_until(lambda: self._accepts_objects(definition), f"objects of {name} to be accepted", timeout=30)
 
     def _is_established(self, name: str) -> bool:
         """A new CRD has no conditions yet."""
@@ -181,6 +182,22 @@ class Cluster:
             return False
         listed = [(self.read(f"/apis/{spec['group']}/{version}") or {}).get("resources") or [] for version in served]
         return all(spec["names"]["plural"] in [each["name"] for each in part] for part in listed)
+
+    def _accepts_objects(self, definition: dict[str, Any]) -> bool:
+        """Whether a create gets to the server for custom resources: an aggregator serves discovery and reads itself,
+        then neither for a moment, until it proxies a new group version, seconds later if there is much load."""
+        spec = definition["spec"]
+        scope = "" if spec["scope"] == "Cluster" else "namespaces/default/"
+        return all(self._accepts_object(spec, each["name"], scope) for each in spec["versions"] if each["served"])
+
+    def _accepts_object(self, spec: dict[str, Any], version: str, scope: str) -> bool:
+        group_version = f"{spec['group']}/{version}"
+        probe = {"apiVersion": group_version, "kind": spec["names"]["kind"], "metadata": {"name": "probe"}}
+        try:
+            self.request("POST", f"/apis/{group_version}/{scope}{spec['names']['plural']}?dryRun=All", probe)
+        except RequestRefusedError as error:
+            return error.status in (http.HTTPStatus.UNPROCESSABLE_ENTITY, http.HTTPStatus.BAD_REQUEST)
+        return True
 
     def exists(self, *args: str) -> bool:
         """Whether `kubectl get` finds something."""

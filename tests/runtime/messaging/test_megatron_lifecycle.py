@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 
 import pytest
 from messaging_support.fake_engine import FakeEngine, expected_tokens
 from messaging_support.fleet import Fleet, until
-from suite_support.repetition import repeated, seed_of_run
+from suite_support.repetition import repeated, rng_of_run
 
 from megatron_runtime.engine.worker.engine_loop import EngineLoop
 from megatron_runtime.errors import EngineError, InvalidStateError
@@ -68,7 +67,7 @@ async def test_paused_stays_set_through_a_suspension_and_resumed_until_the_next_
 
 @pytest.mark.repetition
 async def test_no_signal_of_many_cycles_is_lost_under_load(fleet: Fleet) -> None:
-    rng = random.Random(seed_of_run("MEGATRON_LIFECYCLE_SEED"))
+    rng = rng_of_run("MEGATRON_LIFECYCLE_SEED")
     loops = [fleet.add_engine(FakeEngine(step_seconds=0.001), group=group) for group in range(2)]
     client = await fleet.connect()
     await fleet.ready(client, 2)

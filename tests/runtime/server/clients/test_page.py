@@ -220,7 +220,12 @@ def test_the_rate_of_an_answer_ignores_a_pause(pod: Any, open_page: Any) -> None
     note = answers(page).locator(".note")
     expect(note).to_contain_text("waits: the model is paused")
     page.evaluate("window.late = 3_600_000")
+    tokens = int(note.inner_text().split()[0])
     pod.signal("unpause")
+    # Some may have been on their way to the page.
+    grown = "tokens => parseInt(document.querySelector('.assistant .note').textContent) > tokens + 30"
+    page.wait_for_function(grown, arg=tokens)
+    page.keyboard.press("Escape")
     answered(page)
     # One hour would make it about 0.02.
     assert float(note.inner_text().split(", ")[1].removesuffix(" per second")) > 0.1
