@@ -16,14 +16,13 @@ from llguidance import LLMatcher, LLParserLimits
 from megatron_runtime.call_format import CallFormat
 from megatron_runtime.call_rules import JSON_STYLE, call_rules, regex, with_special_tokens
 from megatron_runtime.errors import InvalidRequestError
+from megatron_runtime.guide_limits import check_expression, check_lark, check_schemas, check_texts
 from megatron_runtime.guide_schemas import ascii_classes, closed_parameters, prepared_schema
 
-LIMITS = LLParserLimits(max_items_in_row=10_000, max_grammar_size=20_000)
+LIMITS = LLParserLimits(max_items_in_row=10_000, max_grammar_size=20_000, max_lexer_states=65_536)
 """Of a grammar, for its check and for the engine. A row has an item per choice that is still possible, and the time to
-prepare a grammar grows with its size: at this limit it is about 100 ms.
+prepare a grammar grows with its size: at this limit it is about 100 ms. A state takes about 500 bytes.
 """
-MAX_PROPERTIES = 1000
-"""Properties of one object in a schema. If they are optional, the time grows with the square of their number."""
 
 _NO_TOKENS: Mapping[str, int] = {}
 
@@ -42,7 +41,7 @@ def json_schema_grammar(schema: Mapping[str, Any] | str) -> str:
         raise InvalidRequestError(f"the schema can't be read: {error}", field="grammar") from error
     if not isinstance(content, Mapping):
         raise InvalidRequestError("the schema must be a JSON object", field="grammar")
-    _check_properties(content)
+    check_schemas([content])
     try:
         grammar = LLMatcher.grammar_from_json_schema(prepared_schema(content), overrides=JSON_STYLE)
     except (ValueError, RecursionError) as error:  # a number beyond 64 bits, a lone surrogate, or deep nesting
@@ -55,6 +54,7 @@ def regex_grammar(pattern: str) -> str:
 
     ``\d``, ``\w`` and ``\s`` are those of ASCII, unless the expression begins with ``(?u)``.
     """
+    check_expression(pattern)
     return _checked(LLMatcher.grammar_from_regex(ascii_classes(pattern)))
 
 
@@ -62,13 +62,15 @@ def choice_grammar(choices: Sequence[str]) -> str:
     """One of these texts; InvalidRequestError if there are none or one is empty."""
     if not choices or not all(choices):
         raise InvalidRequestError("set at least one text, and no empty ones", field="grammar")
+    check_texts(choices)
     return _checked("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
 
 
 def lark_grammar(grammar: str) -> str:
     """Text that matches a grammar in Lark's notation with a rule ``start``; InvalidRequestError for an invalid
     grammar."""
-    return _checked(LLMatcher.grammar_from_lark(grammar))
+    check_lark(grammar)
+    return _from_lark(grammar)
 
 
 def calls_grammar(
@@ -98,6 +100,7 @@ def calls_grammar(
             rules += call_rules(f"f{index}", form, name, schema, tokens)
         except InvalidRequestError as error:
             raise InvalidRequestError(f"the parameters of {name!r}: {error}", field="grammar") from error
+    check_schemas(functions.values())
     one = f"call {with_special_tokens(form.end, tokens)}"
     further = (
         f"({with_special_tokens(form.separator + form.begin, tokens)} {one})*" if several and not form.is_single else ""
@@ -107,7 +110,7 @@ def calls_grammar(
         rules += _text_before(form, rest, tokens)
     else:
         rules.append(f"start: {with_special_tokens(form.opening + form.begin, tokens)} {rest}")
-    return lark_grammar("\n".join(rules))
+    return _from_lark("\n".join(rules))
 
 
 def either_grammar(*grammars: str) -> str:
@@ -175,23 +178,6 @@ def check_grammar(grammar: str) -> None:
         raise InvalidRequestError(f"the grammar is not supported: {defect}", field="grammar")
 
 
-def _check_properties(content: Any) -> None:
-    """Raises InvalidRequestError for an object with too many properties anywhere in a schema."""
-    unread = [content]
-    while unread:
-        part = unread.pop()
-        if isinstance(part, list):
-            unread += part
-        elif isinstance(part, Mapping):
-            unread += part.values()
-            properties = part.get("properties")
-            if isinstance(properties, Mapping) and len(properties) > MAX_PROPERTIES:
-                raise InvalidRequestError(
-                    f"the schema has an object with {len(properties)} properties; use at most {MAX_PROPERTIES}",
-                    field="grammar",
-                )
-
-
 def _check_schema(name: str, schema: Mapping[str, Any]) -> None:
     try:
         json_schema_grammar(closed_parameters(schema))
@@ -227,6 +213,10 @@ def _parts(name: str, grammar: str) -> list[dict[str, Any]]:
         return [{"name": name, "lark_grammar": grammar}]
     first, *others = json.loads(grammar)["grammars"]
     return [{**first, "name": name}, *others]
+
+
+def _from_lark(grammar: str) -> str:
+    return _checked(LLMatcher.grammar_from_lark(grammar))
 
 
 def _checked(grammar: str) -> str:

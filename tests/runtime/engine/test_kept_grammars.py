@@ -53,7 +53,7 @@ def test_the_memory_of_many_large_grammars_has_a_limit_and_returns_when_none_is_
     [
         json_schema_grammar({"type": "object", "properties": {f"f{n}": {"maxLength": 50} for n in range(900)}}),
         choice_grammar([f"text {number}" for number in range(4096)]),
-        regex_grammar("(?u)" + r"[^\w]" * 3900),
+        regex_grammar("(?u)" + r"[^\w]" * 500),
     ],
     ids=["schema", "choices", "classes"],
 )

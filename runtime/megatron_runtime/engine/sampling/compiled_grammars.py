@@ -25,6 +25,8 @@ a schema of 900 properties without types."""
 SMALL_SHARE = 64
 """A grammar that takes at most this part of the memory does not wait for room: with 96 MiB, one of 2,246 characters."""
 IDLE_SECONDS = 60.0
+MOST_IDLE = 32
+"""Grammars that are kept without a request that waits for them: their answers may have added states, up to 20 MiB."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +44,9 @@ class _Grammar:
     @property
     def is_idle(self) -> bool:
         return not self.users and self.compiled.done()
+
+    def has_result(self, matcher: LLMatcher) -> bool:
+        return self.compiled.done() and not self.compiled.exception() and self.compiled.result() is matcher
 
 
 class CompiledGrammars:
@@ -104,14 +109,25 @@ class CompiledGrammars:
 
     def matcher(self, grammar: str) -> LLMatcher:
         """A matcher at the start of the grammar."""
-        return self._compiled(grammar).deep_copy()
+        return self.start(grammar).deep_copy()
 
-    def _compiled(self, grammar: str) -> LLMatcher:
+    def start(self, grammar: str, *, exhausted: LLMatcher | None = None) -> LLMatcher:
+        """The start of the grammar, to be copied only.
+
+        Its copies share the states of the lexer, and their limit. ``exhausted`` is a start whose copies have reached
+        it: the grammar is compiled again, unless another request has done so.
+        """
+        return self._compiled(grammar, exhausted)
+
+    def _compiled(self, grammar: str, exhausted: LLMatcher | None = None) -> LLMatcher:
         """The grammar; compiled by the caller if that has not begun, because other grammars may wait for the thread."""
         with self._lock:
             found = self._find(grammar)
             is_own = found is None or self._queue.pop(grammar, None) is not None
             found = found or self._add(grammar)
+            if exhausted is not None and not is_own and found.has_result(exhausted):
+                found.compiled = Future()
+                is_own = True
         if is_own:
             self._compile(found)
             with self._lock:
@@ -157,8 +173,9 @@ class CompiledGrammars:
 
     def _drop_beyond_limit(self, newest: _Grammar) -> None:
         excess = self.num_bytes - self.max_bytes
-        for grammar in [each for each in self._known.values() if each.is_idle and each is not newest]:
-            if excess <= 0:
+        idle = [each for each in self._known.values() if each.is_idle and each is not newest]
+        for index, grammar in enumerate(idle):
+            if excess <= 0 and len(idle) - index <= MOST_IDLE:
                 break
             excess -= grammar.size
             del self._known[grammar.text]
@@ -201,4 +218,4 @@ def _new_matcher(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
 
     from megatron_runtime.guides import LIMITS
 
-    return LLMatcher(vocabulary, grammar, limits=LIMITS)
+    return LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)

@@ -24,7 +24,9 @@ class RequestGuide:
     """
 
     def __init__(self, grammar: str, tokenizer: Tokenizer, prompt_length: int) -> None:
-        self._start = compiled_grammars(tokenizer).matcher(grammar)
+        self._grammar = grammar
+        self._grammars = compiled_grammars(tokenizer)
+        self._start = self._grammars.start(grammar)
         """At the start of the grammar, whose memory its copies share."""
         self._first = self._known = prompt_length
         self._drafts: list[int] = []
@@ -56,14 +58,28 @@ class RequestGuide:
         self._forget_wrong_drafts(tokens, length)
         if length < self._known:
             self._start_over()  # The pass failed, and is repeated.
-        is_possible = self._consume(list(tokens[self._known : length]), num_drafts)
+        bits = self._bits_after(tokens, length, num_drafts)
+        if self._has_exhausted_lexer:
+            self._start = self._grammars.start(self._grammar, exhausted=self._start)
+            self._start_over()
+            bits = self._bits_after(tokens, length, num_drafts)
         allowed = np.zeros(vocab_size, np.bool_)
-        if is_possible and self.failure is None:
-            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if bits is not None:
             found = np.unpackbits(bits, bitorder="little")[:vocab_size].astype(np.bool_)
             allowed[: len(found)] = found
         self.mask_milliseconds = int(1e3 * (time.perf_counter() - started))
         return allowed
+
+    @property
+    def _has_exhausted_lexer(self) -> bool:
+        """Whether all answers of this grammar together have reached the limit of its states."""
+        return (self.failure or "").startswith("lexer error: too many")
+
+    def _bits_after(self, tokens: Sequence[int], length: int, num_drafts: int) -> NDArray[np.uint8] | None:
+        """None if no token may follow."""
+        if not self._consume(list(tokens[self._known : length]), num_drafts) or self.failure is not None:
+            return None
+        return np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
 
     def _consume(self, tokens: list[int], num_drafts: int) -> bool:
         """False if the grammar does not allow a draft."""

@@ -32,8 +32,9 @@ MAX_CHOICES = 128
 MAX_INPUTS = 2048
 """Inputs of one request for embeddings or scores; OpenAI's limit."""
 MAX_GUIDED_CHOICES = 4096
-MAX_GRAMMAR_CHARACTERS = 65_536
+MAX_GRAMMAR_CHARACTERS = 32_768
 """A regular expression or a grammar."""
+MAX_TEMPLATE_CHARACTERS = 65_536
 MAX_SCHEMA_CHARACTERS = 262_144
 """A JSON schema as text."""
 LONGEST_BAD_WORD = 1024

@@ -15,9 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from megatron_runtime.server.bodies.effort import Effort, Verbosity, effort_variables
 from megatron_runtime.server.bodies.limits import (
     MAX_CHOICES,
-    MAX_GRAMMAR_CHARACTERS,
     MAX_MESSAGES,
     MAX_PARTS,
+    MAX_TEMPLATE_CHARACTERS,
     MAX_TOOLS,
     FirstError,
     GuidedChoices,
@@ -230,7 +230,7 @@ class ChatCompletionBody(GenerationBody):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    chat_template: Annotated[str, Field(max_length=MAX_GRAMMAR_CHARACTERS)] | None = None
+    chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE_CHARACTERS)] | None = None
     documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS)] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
