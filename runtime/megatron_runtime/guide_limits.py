@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeGuard
 
 from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.schema_parts import Schema, joins, listed_properties
@@ -134,14 +134,17 @@ def _texts(values: Iterable[Any]) -> Iterator[str]:
 
 
 def _check_multiples(parts: Sequence[Schema]) -> None:
-    given = (part.get("multipleOf") for part in parts)
-    values = {value for value in given if isinstance(value, int | float) and math.isfinite(value)}
+    values = {value for part in parts if _is_finite(value := part.get("multipleOf"))}
     may_join = any("allOf" in part or (joins(part) and any(name in part for name in _APPLY_BESIDE)) for part in parts)
     costs = [_cost_of_multiple(value) for value in values]
     if (math.prod(costs) if may_join else sum(costs)) > MAX_MULTIPLE:
         how = "multiplied, since they may apply to one number" if may_join else "added up"
         message = f"the values of 'multipleOf' can be at most {MAX_MULTIPLE} without decimal points, {how}; leave out "
         raise InvalidRequestError(f"{message}{max(values)!s:.20}", field="grammar")
+
+
+def _is_finite(value: Any) -> TypeGuard[float]:
+    return type(value) is int or (type(value) is float and math.isfinite(value))
 
 
 def _cost_of_multiple(value: float) -> int:
