@@ -26,9 +26,8 @@ from copying_llama import write_copying_llama
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.launch.sample_model import MODEL, models_folder
-from megatron_runtime.model.checkpoint import load_model, load_tokenizer
+from megatron_runtime.model.checkpoint import fill, load_model, load_tokenizer, open_checkpoint
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.shard import Shard
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 from peers.command_line import positive, print_table
@@ -112,11 +111,11 @@ def draft_model(chosen: argparse.Namespace, model: Decoder) -> Decoder | None:
     kind, _, layers = chosen.draft_model.partition(":")
     if kind != "layers":
         return load_model(chosen.draft_model, dtype=chosen.dtype)
-    draft = load_model(chosen.model, dtype=chosen.dtype)
-    draft.config = replace(draft.config, num_layers=int(layers))
-    draft.shard = Shard(draft.config)
-    del draft.layers[int(layers) :]
-    return draft
+    config, source, rotary_factors = open_checkpoint(chosen.model)
+    draft = Decoder(replace(config, num_layers=int(layers)), dtype=model.dtype)
+    fill(draft, source, rotary_factors, check_finite=False)
+    draft.prepare()
+    return draft.eval()
 
 
 if __name__ == "__main__":
