@@ -44,6 +44,7 @@ def test_results_equal_those_of_float64(case: dict[str, Any], dtype: torch.dtype
 
 @DTYPES
 @pytest.mark.parametrize("tile_rows", experts.TILE_ROWS)
+@pytest.mark.usefixtures("exact_products")
 def test_the_bits_of_a_token_do_not_depend_on_other_tokens(tile_rows: int, dtype: torch.dtype) -> None:
     """Alone, and among many, of which some experts have several tiles."""
     mixture = MixtureCase.random(150, (3, 2), (40, 24), dtype, shared="gated")

@@ -13,8 +13,8 @@ from client_support.page_actions import CAPITAL, answered, answers, ask, make_mo
 from client_support.page_checks import faint_borders, focus_order, reading_order
 from playwright.sync_api import Route, expect
 
-ENDLESS = "word " * 400
-LONGER_THAN_ENDLESS = "2500"
+ENDLESS = "word " * 1500
+LONGER_THAN_ENDLESS = "7600"
 SCRIPT = "<script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\"><b>bold</b>"
 MARKDOWN = f"""# Title
 
