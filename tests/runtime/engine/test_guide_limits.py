@@ -168,6 +168,17 @@ def test_answers_that_exhaust_the_states_of_their_grammar_disturb_no_other_one(b
 
 
 @pytest.mark.usefixtures("few_states")
+def test_an_answer_that_continues_with_the_states_of_others_is_not_disturbed_either(byte_tokenizer: Tokenizer) -> None:
+    """The lexer that another request has renewed may be nearly exhausted too."""
+    waiting = [_Answer(COUNTED, byte_tokenizer, letters(0)) for _ in range(40)]
+    for answer in waiting:
+        answer.extend(3)
+    for index, answer in enumerate(waiting):
+        _Answer(COUNTED, byte_tokenizer, letters(index)).extend(97 + index)
+        answer.extend(60)
+
+
+@pytest.mark.usefixtures("few_states")
 def test_an_answer_that_alone_has_too_many_states_fails_and_says_so(byte_tokenizer: Tokenizer) -> None:
     answer = _Answer(COUNTED, byte_tokenizer, letters(0))
     with pytest.raises(AssertionError):

@@ -59,10 +59,11 @@ class RequestGuide:
         if length < self._known:
             self._start_over()  # The pass failed, and is repeated.
         bits = self._bits_after(tokens, length, num_drafts)
-        if self._has_exhausted_lexer:
-            self._start = self._grammars.start(self._grammar, exhausted=self._start)
-            self._start_over()
-            bits = self._bits_after(tokens, length, num_drafts)
+        for _ in range(2):  # The first may be one that others have nearly exhausted, the second is new.
+            if self._has_exhausted_lexer:
+                self._start = self._grammars.start(self._grammar, exhausted=self._start)
+                self._start_over()
+                bits = self._bits_after(tokens, length, num_drafts)
         allowed = np.zeros(vocab_size, np.bool_)
         if bits is not None:
             found = np.unpackbits(bits, bitorder="little")[:vocab_size].astype(np.bool_)
