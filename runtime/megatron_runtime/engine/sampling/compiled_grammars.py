@@ -103,7 +103,7 @@ class CompiledGrammars:
 
     def check(self, grammar: str) -> None:
         """Raises InvalidRequestError with llguidance's message for an unsupported grammar."""
-        matcher = self._compiled(grammar)
+        matcher = self.start(grammar)
         if matcher.is_error():
             raise InvalidRequestError(f"the grammar is not supported: {matcher.get_error()}", field="grammar")
 
@@ -112,15 +112,12 @@ class CompiledGrammars:
         return self.start(grammar).deep_copy()
 
     def start(self, grammar: str, *, exhausted: LLMatcher | None = None) -> LLMatcher:
-        """The start of the grammar, to be copied only.
+        """The start of the grammar, to be copied only; compiled by the caller if that has not begun, because other
+        grammars may wait for the thread.
 
         Its copies share the states of the lexer, and their limit. ``exhausted`` is a start whose copies have reached
         it: the grammar is compiled again, unless another request has done so.
         """
-        return self._compiled(grammar, exhausted)
-
-    def _compiled(self, grammar: str, exhausted: LLMatcher | None = None) -> LLMatcher:
-        """The grammar; compiled by the caller if that has not begun, because other grammars may wait for the thread."""
         with self._lock:
             found = self._find(grammar)
             is_own = found is None or self._queue.pop(grammar, None) is not None
