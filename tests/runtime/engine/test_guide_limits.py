@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from llguidance import LLParserLimits
+from runtime_support.grammars import follow
 from runtime_support.resident_memory import peak_growth
 
 from megatron_runtime import guides
@@ -101,21 +102,9 @@ def test_grammars_within_the_limits_take_little_memory(byte_tokenizer: Tokenizer
     grammars = CompiledGrammars(byte_tokenizer)
     grammars.check(regex_grammar("a"))
     grammar, checked = peak_growth(make)
-    _, compiled = peak_growth(lambda: allowed_after(grammars, grammar))
+    _, compiled = peak_growth(lambda: follow(grammars.matcher(grammar), 20, choose=-1))
     assert checked < 16 * MIB
     assert compiled < 24 * MIB
-
-
-def allowed_after(grammars: CompiledGrammars, grammar: str, number: int = 20) -> list[int]:
-    """The number of allowed tokens before each of the first ones."""
-    matcher, found = grammars.matcher(grammar), []
-    for _ in range(number):
-        allowed = np.flatnonzero(np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little"))
-        if not len(allowed):
-            break
-        found.append(len(allowed))
-        matcher.consume_token(int(allowed[-1]))
-    return found
 
 
 class _Answer:
@@ -157,13 +146,16 @@ def letters(first: int) -> Callable[[Any], int]:
 
 
 @pytest.mark.usefixtures("few_states")
-def test_answers_that_exhaust_the_states_of_their_grammar_disturb_no_other_one(byte_tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_answers_that_exhaust_the_states_of_their_grammar_disturb_no_other_one(
+    byte_tokenizer: Tokenizer, num_drafts: int
+) -> None:
     """Once the answers of a grammar had reached the limit together, all later ones failed at their first token."""
     running = _Answer(COUNTED, byte_tokenizer, letters(0))
     running.extend(10)
     for first in range(3):
         _Answer(COUNTED, byte_tokenizer, letters(first)).extend(150)
-    running.extend(10)
+    running.extend(10, num_drafts=num_drafts)
     assert byte_tokenizer.detokenize(running.tokens) == '"cdefghijklmnopqrstu'
 
 

@@ -26,7 +26,7 @@ SMALL_SHARE = 64
 """A grammar that takes at most this part of the memory does not wait for room: with 96 MiB, one of 2,246 characters."""
 IDLE_SECONDS = 60.0
 MOST_IDLE = 32
-"""Grammars that are kept without a request that waits for them: their answers may have added states, up to 20 MiB."""
+"""Grammars that are kept without a request that waits for them: their answers may have added states, up to 40 MiB."""
 
 
 @dataclass(slots=True, eq=False)

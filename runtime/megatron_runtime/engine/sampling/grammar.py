@@ -78,9 +78,12 @@ class RequestGuide:
 
     def _bits_after(self, tokens: Sequence[int], length: int, num_drafts: int) -> NDArray[np.uint8] | None:
         """None if no token may follow."""
-        if not self._consume(list(tokens[self._known : length]), num_drafts) or self.failure is not None:
+        is_possible = self._consume(list(tokens[self._known : length]), num_drafts)
+        if self.failure is not None:
             return None
-        return np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        # Also if a draft is not allowed: the error of an exhausted lexer, which allows none, appears only here.
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        return bits if is_possible else None
 
     def _consume(self, tokens: list[int], num_drafts: int) -> bool:
         """False if the grammar does not allow a draft."""

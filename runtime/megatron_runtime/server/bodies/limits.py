@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field
 from pydantic_core import PydanticCustomError
 
+from megatron_runtime.guide_limits import MAX_EXPRESSION_CHARACTERS
 from megatron_runtime.sampling_params import MOST_BAD_CHARACTERS
 from megatron_runtime.server.known_fields import JsonAtMost, checked_size
 
@@ -32,7 +33,7 @@ MAX_CHOICES = 128
 MAX_INPUTS = 2048
 """Inputs of one request for embeddings or scores; OpenAI's limit."""
 MAX_GUIDED_CHOICES = 4096
-MAX_GRAMMAR_CHARACTERS = 32_768
+MAX_GRAMMAR_CHARACTERS = MAX_EXPRESSION_CHARACTERS
 """A regular expression or a grammar."""
 MAX_TEMPLATE_CHARACTERS = 65_536
 MAX_SCHEMA_CHARACTERS = 262_144
