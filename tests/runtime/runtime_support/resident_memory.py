@@ -22,7 +22,7 @@ def peak_growth(do: Callable[[], _T]) -> tuple[_T, int]:
     for begin, end in _mapped_files():
         _bring_in(begin, end)
     before = resident_bytes()
-    (_SELF / "clear_refs").write_text("5")  # resets the peak
+    reset_peak()
     outcome = do()
     return outcome, peak_bytes() - before
 
@@ -46,8 +46,13 @@ def _bring_in(begin: int, end: int) -> None:
                 memory.read(min(_PIECE, end - place))
 
 
+def reset_peak(pid: int | str = "self") -> None:
+    """Let the peak of the process begin at its current memory."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
 def peak_bytes(pid: int | str = "self") -> int:
-    """The largest memory that the process has had."""
+    """The largest memory that the process has had, since the last reset if there was one."""
     return _status(pid, "VmHWM")
 
 
