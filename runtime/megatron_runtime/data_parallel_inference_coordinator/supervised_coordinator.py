@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -36,6 +37,7 @@ class SupervisedCoordinator:
         budget: Limit of the restarts; None for no limit.
         restart_success: Restart the process also after a normal end, such as a client's SHUTDOWN.
         hang_timeout: Seconds without a heartbeat after which a process counts as hung and is replaced.
+        blocked_timeout: The same if all its threads are blocked.
         ends_when_parent_hangs: The process ends when this one hangs, so that another coordinator can take its place.
         log_level: Log level of the process.
         on_end: Called with the end of the process once it is not restarted.
@@ -53,6 +55,7 @@ class SupervisedCoordinator:
         budget: RestartBudget | None = None,
         restart_success: bool = True,
         hang_timeout: float = HANG_SECONDS,
+        blocked_timeout: float = math.inf,
         ends_when_parent_hangs: bool = False,
         log_level: str = "INFO",
         on_end: Callable[[ChildEnd], None] = lambda _: None,
@@ -71,6 +74,7 @@ class SupervisedCoordinator:
             budget,
             restart_success=restart_success,
             hang_timeout=hang_timeout,
+            blocked_timeout=blocked_timeout,
             on_report=self._handle_report,
             on_change=on_change,
         )

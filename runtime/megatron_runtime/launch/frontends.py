@@ -8,6 +8,7 @@ from megatron_runtime.launch.metrics_folder import MetricsFolder
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.pod_state import PodState
 from megatron_runtime.launch.ports import bind_http
+from megatron_runtime.processes.hang_detection import BLOCKED_SECONDS
 from megatron_runtime.processes.supervisor import ChildEnd
 from megatron_runtime.server.frontend_group import FrontendGroup
 from megatron_runtime.server.options import FrontendOptions
@@ -86,6 +87,7 @@ class PodFrontends:
             api_keys=self._options.identity.api_keys,
             control_token=self._options.identity.control_token,
             hang_timeout=min(self._options.hang_timeout, FRONTEND_HANG),
+            blocked_timeout=BLOCKED_SECONDS,
             on_change=self._note,
         )
         self._group.start()

@@ -13,6 +13,7 @@ from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.pod_state import PodState
 from megatron_runtime.launch.ports import bind_coordinator
 from megatron_runtime.launch.tasks import coordinator_options
+from megatron_runtime.processes.hang_detection import BLOCKED_SECONDS
 from megatron_runtime.processes.supervisor import ChildEnd
 
 COORDINATOR_GRACE = 2.0
@@ -57,6 +58,7 @@ class Leader:
             key=key,
             current_state=lambda: self.link.target,
             hang_timeout=min(options.hang_timeout, COORDINATOR_HANG),
+            blocked_timeout=BLOCKED_SECONDS,
             ends_when_parent_hangs=not options.identity.is_standalone,
             on_end=self._coordinator_ended,
             on_change=self._note_coordinator,

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TextIO
 
 from megatron_runtime.processes.child import Child, ChildTask, Report
+from megatron_runtime.processes.hang_detection import SilenceLimits
 from megatron_runtime.processes.parent_link import EXIT_DRAINED
 from megatron_runtime.processes.supervisor import HANG_SECONDS, ChildEnd, ChildLife, RestartBudget, Restarter
 
@@ -57,7 +58,7 @@ class ReplicaGroupSupervisor(Restarter):
     async def _live_once(self) -> ChildEnd:
         tasks = self._make_tasks()
         self._ranks = [
-            ChildLife(task, partial(self._on_report, place), self._log, self._hang_timeout)
+            ChildLife(task, partial(self._on_report, place), self._log, SilenceLimits(self._hang_timeout))
             for place, task in enumerate(tasks)
         ]
         lives = [asyncio.create_task(rank.run(self._started)) for rank in self._ranks]

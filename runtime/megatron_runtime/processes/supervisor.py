@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from megatron_runtime.processes.child import Child, ChildTask, Report
+from megatron_runtime.processes.hang_detection import UNLIMITED, Silence, SilenceLimits
 from megatron_runtime.processes.parent_link import BEAT_SECONDS, EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE
 
 logger = logging.getLogger(__name__)
@@ -168,7 +169,8 @@ class Supervisor(Restarter):
 
     A child that sends no heartbeats (see ``ParentLink.keep_beating``) for ``hang_timeout`` seconds, or none within
     ``start_timeout`` seconds of its start, hangs or was stopped by a signal: it is killed and restarted like one that
-    failed. On a busy machine a start may take longer, so each that was too late doubles the time of the next one.
+    failed; after ``blocked_timeout`` seconds already if all its threads are blocked. On a busy machine a start may take
+    longer, so each that was too late doubles the time of the next one.
     """
 
     def __init__(
@@ -179,14 +181,15 @@ class Supervisor(Restarter):
         restart_success: bool = True,
         hang_timeout: float = HANG_SECONDS,
         start_timeout: float = START_SECONDS,
+        blocked_timeout: float = math.inf,
         on_report: Callable[[Report], None] = lambda _: None,
         on_change: Callable[[], None] = lambda: None,
         log: TextIO | None = None,
     ) -> None:
         super().__init__(budget, restart_success=restart_success, on_change=on_change)
         self._make_task = make_task
-        self._hang_timeout = hang_timeout
-        self._start_timeout = start_timeout
+        self._running = SilenceLimits(hang_timeout, blocked_timeout)
+        self._starting = SilenceLimits(start_timeout, blocked_timeout)
         self._start_factor = FIRST_START_FACTOR
         self._on_report = on_report
         self._log = log
@@ -204,8 +207,8 @@ class Supervisor(Restarter):
             await self.child.stop(grace_seconds)
 
     async def _live_once(self) -> ChildEnd:
-        timeouts = self._hang_timeout, self._start_timeout * self._start_factor
-        life = ChildLife(self._make_task(), self._on_report, self._log, *timeouts)
+        limits = self._running, self._starting * self._start_factor
+        life = ChildLife(self._make_task(), self._on_report, self._log, *limits)
         end = await life.run(self._started)
         if life.has_begun:
             self._start_factor = 1
@@ -227,8 +230,8 @@ class ChildLife:
         task: Of the child.
         on_report: Called with each of its reports.
         log: Where its output goes.
-        hang_timeout: Seconds without a heartbeat after the first one.
-        start_timeout: Seconds to the first one.
+        running: Limits after the first heartbeat.
+        starting: Limits before.
     """
 
     def __init__(
@@ -236,15 +239,15 @@ class ChildLife:
         task: ChildTask,
         on_report: Callable[[Report], None],
         log: TextIO | None,
-        hang_timeout: float,
-        start_timeout: float = math.inf,
+        running: SilenceLimits,
+        starting: SilenceLimits = UNLIMITED,
     ) -> None:
         self._task = task
         self._on_report = on_report
-        self._hang_timeout = hang_timeout
-        self._start_timeout = start_timeout
+        self._running = running
+        self._starting = starting
         self._error: Report | None = None
-        self._silence = 0.0
+        self._silence = Silence()
         self._first_beat: float | None = None
         self.child = Child(task, self._receive, log)
 
@@ -282,12 +285,14 @@ class ChildLife:
         return ChildEnd(self._task.role, code, tuple(self.child.tail), self._error, served)
 
     async def _kill_when_hung(self) -> None:
-        """Counts intervals instead of reading a clock: a launcher that was stopped must not kill its children."""
-        while self._silence < (limit := self._hang_timeout if self.has_begun else self._start_timeout):
+        pid = self.child.pid
+        assert pid is not None
+        while (hang := self._silence.beyond(self._running if self.has_begun else self._starting)) is None:
             await asyncio.sleep(BEAT_SECONDS)
-            self._silence += BEAT_SECONDS
+            self._silence.add(BEAT_SECONDS, pid)
         when = "" if self.has_begun else " after its start"
-        message = f"{self._task.role} sent no heartbeat for {limit:g} s{when} and was killed"
+        seconds, reason = hang
+        message = f"{self._task.role} sent no heartbeat for {seconds:g} s{when} and was killed{reason}"
         logger.error(message)
         self._error = {"reason": _HUNG, "message": message}
         self.child.send_signal(signal.SIGKILL)
@@ -296,7 +301,7 @@ class ChildLife:
         if "beat" in report:
             if self._first_beat is None:
                 self._first_beat = time.monotonic()
-            self._silence = 0.0
+            self._silence.end()
             return
         if isinstance(error := report.get("error"), dict):
             self._error = error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ class FrontendGroup:
         api_keys: API keys that are valid beside those of the file.
         control_token: Secret for the routes that control the service; None disables them.
         hang_timeout: Seconds without a heartbeat after which a frontend is considered hung and is replaced.
+        blocked_timeout: The same if all its threads are blocked.
         on_change: Called when a frontend starts, exits, begins to listen or to drain.
 
     Raises:
@@ -50,6 +52,7 @@ class FrontendGroup:
         api_keys: Sequence[str] = (),
         control_token: str | None = None,
         hang_timeout: float = HANG_SECONDS,
+        blocked_timeout: float = math.inf,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         if options.api_keys_file is not None:
@@ -69,6 +72,7 @@ class FrontendGroup:
             Supervisor(
                 partial(self._task, index),
                 hang_timeout=hang_timeout,
+                blocked_timeout=blocked_timeout,
                 start_timeout=START_SECONDS,
                 on_report=partial(self._report, index),
                 on_change=partial(self._note, index),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -90,12 +91,13 @@ class Fleet:
             self.coordinator = None
 
     async def spawn_coordinator(self) -> SupervisedCoordinator:
-        """Start it in a process that is not restarted."""
+        """Start it in a process that is not restarted, nor killed when it hangs."""
         coordinator = SupervisedCoordinator(
             CoordinatorOptions(inference_coordinator_port=self.port, **self.options),
             key=self.key,
             current_state=lambda: CoordinatorState[self.state],
             budget=RestartBudget(0),
+            hang_timeout=math.inf,
         )
         self._kept.append(coordinator)
         coordinator.start()
