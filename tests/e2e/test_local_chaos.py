@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runtime_support.chaos_trial import LAYOUTS, SEED_VARIABLE, random_harms
+from runtime_support.chaos_trial import CANCELS_CONNECTIONS, LAYOUTS, SEED_VARIABLE, random_harms
 from suite_support.repetition import is_long, rng_of_run
 from suite_support.service_trial import harm_service
 
@@ -14,6 +14,7 @@ HARMS = 1000 // len(LAYOUTS) + 1
 SECONDS = 3600.0 / len(LAYOUTS)
 
 
+@CANCELS_CONNECTIONS
 @pytest.mark.repetition
 @pytest.mark.skipif(not is_long(), reason="takes an hour; see make test-long")
 @pytest.mark.timeout(2 * SECONDS)

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 from runtime_support.chaos_harms import IDENTITIES, LAUNCHER, Harm
 from runtime_support.chaos_jobs import make_jobs
-from runtime_support.chaos_trial import COORDINATOR, DEADLINE, FRONTEND, HANG_SECONDS, RANK, SEED_VARIABLE, Trial
+from runtime_support.chaos_trial import (
+    CANCELS_CONNECTIONS,
+    COORDINATOR,
+    DEADLINE,
+    FRONTEND,
+    HANG_SECONDS,
+    RANK,
+    SEED_VARIABLE,
+    Trial,
+)
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 from suite_support.repetition import rng_of_run
 
@@ -33,6 +42,7 @@ HARMS = (
 FLAGS = ("--replica-groups", "3", "--routing-policy", "longest-prefix", "--frontend-replicas", "2")
 
 
+@CANCELS_CONNECTIONS
 @pytest.mark.timeout(330)
 async def test_each_request_is_answered_once_and_correctly_while_processes_are_killed_or_stopped(
     start_pod: Callable[..., Any], tmp_path: Path
