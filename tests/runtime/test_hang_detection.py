@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from runtime_support.pod import wait_until
 
 from megatron_runtime.processes.child import ChildTask
 from megatron_runtime.processes.hang_detection import Silence, SilenceLimits, is_blocked
@@ -47,10 +48,7 @@ def running(program: str) -> Iterator[int]:
 
 def stays(state: bool, pid: int) -> bool:
     """Whether the process gets into this state, and stays there for a second."""
-    deadline = time.monotonic() + 30
-    while is_blocked(pid) != state:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: is_blocked(pid) == state, f"the process is {'not ' * state}blocked", seconds=30)
     until = time.monotonic() + 1
     while time.monotonic() < until:
         if is_blocked(pid) != state:
@@ -79,15 +77,6 @@ def test_a_process_that_has_ended_is_not_blocked() -> None:
     assert not is_blocked(pid)
 
 
-def silence_of(*states: bool, monkeypatch: pytest.MonkeyPatch) -> Silence:
-    """After one second in each of these states, True for blocked."""
-    silence = Silence()
-    for state in states:
-        monkeypatch.setattr("megatron_runtime.processes.hang_detection.is_blocked", lambda _, state=state: state)
-        silence.add(1.0, 0)
-    return silence
-
-
 @pytest.mark.parametrize(
     ("states", "seconds"),
     [
@@ -101,10 +90,11 @@ def silence_of(*states: bool, monkeypatch: pytest.MonkeyPatch) -> Silence:
         ([True, True, True, False] * 2, 8.0),
     ],
 )
-def test_a_blocked_process_has_less_time(
-    states: list[bool], seconds: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    silence = silence_of(*states, monkeypatch=monkeypatch)
+def test_a_blocked_process_has_less_time(states: list[bool], seconds: float | None) -> None:
+    """Each state lasts for a second; True is blocked."""
+    silence = Silence()
+    for state in states:
+        silence.add(1.0, blocked=state)
     found = silence.beyond(LIMITS)
     assert (None if found is None else found[0]) == seconds
     silence.end()
@@ -115,7 +105,7 @@ def test_a_blocked_process_has_less_time(
 def run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """Runs a child that does this after its first heartbeat, and returns the message of its end."""
     (tmp_path / "silent_child.py").write_text(PROGRAM)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
     def run(then: str) -> str:
         child = Supervisor(

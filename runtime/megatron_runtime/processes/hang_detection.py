@@ -45,10 +45,10 @@ class Silence:
         """Begin again, after a heartbeat."""
         self._total = self._blocked = 0.0
 
-    def add(self, seconds: float, pid: int) -> None:
-        """Count an interval at whose end the child, with this process id, has sent no heartbeat."""
+    def add(self, seconds: float, *, blocked: bool) -> None:
+        """Count an interval at whose end the child has sent no heartbeat, and `is_blocked` or not."""
         self._total += seconds
-        self._blocked = self._blocked + seconds if is_blocked(pid) else 0.0
+        self._blocked = self._blocked + seconds if blocked else 0.0
 
     def beyond(self, limits: SilenceLimits) -> tuple[float, str] | None:
         """The limit that is reached, with an explanation to append to a message; None if none is."""

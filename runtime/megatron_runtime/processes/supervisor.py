@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from megatron_runtime.processes.child import Child, ChildTask, Report
-from megatron_runtime.processes.hang_detection import UNLIMITED, Silence, SilenceLimits
+from megatron_runtime.processes.hang_detection import UNLIMITED, Silence, SilenceLimits, is_blocked
 from megatron_runtime.processes.parent_link import BEAT_SECONDS, EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE
 
 logger = logging.getLogger(__name__)
@@ -257,6 +257,10 @@ class ChildLife:
         return self._first_beat is not None
 
     @property
+    def _limits(self) -> SilenceLimits:
+        return self._running if self.has_begun else self._starting
+
+    @property
     def was_hung(self) -> bool:
         """Whether the child was killed because it hung."""
         return self._error is not None and self._error.get("reason") == _HUNG
@@ -287,9 +291,10 @@ class ChildLife:
     async def _kill_when_hung(self) -> None:
         pid = self.child.pid
         assert pid is not None
-        while (hang := self._silence.beyond(self._running if self.has_begun else self._starting)) is None:
+        while (hang := self._silence.beyond(self._limits)) is None:
             await asyncio.sleep(BEAT_SECONDS)
-            self._silence.add(BEAT_SECONDS, pid)
+            # A rank may have hundreds of threads, whose states matter to no limit of a rank.
+            self._silence.add(BEAT_SECONDS, blocked=self._limits.blocked < math.inf and is_blocked(pid))
         when = "" if self.has_begun else " after its start"
         seconds, reason = hang
         message = f"{self._task.role} sent no heartbeat for {seconds:g} s{when} and was killed{reason}"
