@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,7 @@ from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.pod_state import PodState, RankPhase
 from megatron_runtime.launch.tasks import PendingPlan, first_rank, replica_group_tasks
 from megatron_runtime.processes.child import Report
+from megatron_runtime.processes.hang_detection import BLOCKED_SECONDS
 from megatron_runtime.processes.replica_group_supervisor import ReplicaGroupSupervisor
 from megatron_runtime.processes.supervisor import ChildEnd, RestartBudget
 
@@ -62,6 +64,8 @@ class PodRanks:
                 partial(replica_group_tasks, self._options, plan, ranks=ranks, key=key),
                 self._budget,
                 hang_timeout=self._options.hang_timeout,
+                # A driver of GPUs may wait for longer; nothing has measured that.
+                blocked_timeout=BLOCKED_SECONDS if self._options.engine.device == "cpu" else math.inf,
                 on_report=partial(self._report, ranks),
                 on_change=partial(self._note, ranks),
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +25,8 @@ class ReplicaGroupSupervisor(Restarter):
 
     Args:
         make_tasks: Returns the tasks of the ranks, before every start.
+        hang_timeout: Seconds without a heartbeat after which a rank counts as hung; before its first one it never does.
+        blocked_timeout: The same if all its threads are blocked.
         on_report: Called with the index of a rank's task, and its report.
     """
 
@@ -33,13 +36,14 @@ class ReplicaGroupSupervisor(Restarter):
         budget: RestartBudget,
         *,
         hang_timeout: float = HANG_SECONDS,
+        blocked_timeout: float = math.inf,
         on_report: Callable[[int, Report], None] = lambda _, __: None,
         on_change: Callable[[], None] = lambda: None,
         log: TextIO | None = None,
     ) -> None:
         super().__init__(budget, restart_success=False, on_change=on_change)
         self._make_tasks = make_tasks
-        self._hang_timeout = hang_timeout
+        self._limits = SilenceLimits(hang_timeout, blocked_timeout)
         self._on_report = on_report
         self._log = log
         self._ranks: list[ChildLife] = []
@@ -58,7 +62,7 @@ class ReplicaGroupSupervisor(Restarter):
     async def _live_once(self) -> ChildEnd:
         tasks = self._make_tasks()
         self._ranks = [
-            ChildLife(task, partial(self._on_report, place), self._log, SilenceLimits(self._hang_timeout))
+            ChildLife(task, partial(self._on_report, place), self._log, self._limits)
             for place, task in enumerate(tasks)
         ]
         lives = [asyncio.create_task(rank.run(self._started)) for rank in self._ranks]

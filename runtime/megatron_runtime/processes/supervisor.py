@@ -293,7 +293,7 @@ class ChildLife:
         assert pid is not None
         while (hang := self._silence.beyond(self._limits)) is None:
             await asyncio.sleep(BEAT_SECONDS)
-            # A rank may have hundreds of threads, whose states matter to no limit of a rank.
+            # A rank on a GPU may have hundreds of threads, whose states matter to no limit of it.
             self._silence.add(BEAT_SECONDS, blocked=self._limits.blocked < math.inf and is_blocked(pid))
         when = "" if self.has_begun else " after its start"
         seconds, reason = hang
