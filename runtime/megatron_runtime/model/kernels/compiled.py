@@ -90,10 +90,16 @@ def _narrowed_by_type(_value: Any, array: Any) -> Any:
     return lambda _value, array: _value  # noqa: ARG005
 
 
-@njit(inline="always")
 def rounded(value: Any, array: Any) -> Any:
-    """A float32 rounded to the precision of ``array``."""
-    return widen(narrowed(value, array))
+    """In compiled code: a float32 rounded to the precision of ``array``."""
+
+
+@overload(rounded, strict=False)
+def _rounded_by_type(_value: Any, array: Any) -> Any:
+    # Not a compiled function, which would count its reference to the array: that keeps loops from using vectors.
+    if isinstance(array.dtype, types.Integer):
+        return lambda _value, array: widen(_bfloat16_bits(_value))  # noqa: ARG005
+    return lambda _value, array: _value  # noqa: ARG005
 
 
 @njit(inline="always")
