@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numba import float32, int32, int64, njit, prange, void
 
+from megatron_runtime.model.kernels.attention_instructions import TOGETHER, largest, mix_values, score_keys
 from megatron_runtime.model.kernels.compiled import (
     compile_kernel,
     exponential,
@@ -21,10 +22,11 @@ from megatron_runtime.model.kernels.compiled import (
     widen,
 )
 from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
-from megatron_runtime.model.kernels.prefetch import prefetch
 
 CHUNK = 64
 """Positions per update of the maximum."""
+NEVER = np.float32(-3e38)
+"""A score whose exponential does not change a sum."""
 
 
 @kernel_factory
@@ -88,14 +90,10 @@ def _store(
     """Write the rotated keys and the values of some rows into their blocks."""
     kv_heads, size = keys.shape[1], keys.shape[2]
     first_key = heads.shape[1] - (kv_heads if values_in_keys else 2 * kv_heads)
-    turned = np.empty(key_width, np.float32)
     for row in range(first, last):
         block, offset = slots[row] // size, slots[row] % size
         for kv_head in range(kv_heads):
-            _turn(heads[row, first_key + kv_head], cosines[row], sines[row], turned)
-            key = keys[block, kv_head, offset]
-            for channel in range(key_width):
-                key[channel] = narrowed(turned[channel], keys)
+            _turn(heads[row, first_key + kv_head], cosines[row], sines[row], keys[block, kv_head, offset])
             if not values_in_keys:
                 value, new_value = values[block, kv_head, offset], heads[row, first_key + kv_heads + kv_head]
                 for channel in range(key_width):
@@ -116,9 +114,9 @@ def _turn(head: Any, cosines: Any, sines: Any, turned: Any) -> None:
         behind = rounded(other * widen(cosines[half + channel]), head) + rounded(
             one * widen(sines[half + channel]), head
         )
-        turned[channel], turned[half + channel] = rounded(ahead, head), rounded(behind, head)
+        turned[channel], turned[half + channel] = narrowed(ahead, head), narrowed(behind, head)
     for channel in range(2 * half, len(turned)):
-        turned[channel] = widen(head[channel])
+        turned[channel] = head[channel]
 
 
 @njit(inline="always")
@@ -127,12 +125,11 @@ def _attend(
     cosines: Any, sines: Any, window: int, chunked: int, sinks: Any, soft_cap: Any, key_width: int, value_width: int,
 ) -> None:  # fmt: skip
     """Compute some of the pairs of a tile and a group of query heads."""
-    zero = np.float32(0)
     kv_heads, sharing = keys.shape[1], seen.shape[1] // groups
     widest = tiles[:, 3].max() * sharing
-    queries, sums = np.empty((widest, key_width), np.float32), np.empty((widest, value_width), np.float32)
+    queries, sums = np.empty((widest, key_width), heads.dtype), np.empty((widest, value_width), np.float32)
     totals, tops = np.empty(widest, np.float32), np.empty(widest, np.float32)
-    scores = np.empty(CHUNK, np.float32)
+    scores = np.empty((TOGETHER, CHUNK), np.float32)
     for item in range(first, last):
         group = item % groups
         kv_head = group * kv_heads // groups
@@ -148,27 +145,24 @@ def _attend(
             ahead, ahead_head = chunk + CHUNK, kv_head
             if ahead >= stop:
                 ahead, ahead_head = start, (group + 1) % groups * kv_heads // groups
-            for query in range(rows * sharing):
-                position = first_position + query // sharing
-                begin, end = max(chunk, _first_key(position, window, chunked)), min(chunk + CHUNK, position + 1)
-                if begin >= end:
-                    continue
-                _score(queries[query], keys, values, table, kv_head, begin, end, scores, key_width)
-                top = tops[query]
-                for index in range(end - begin):
-                    if soft_cap != zero:
-                        scores[index] = _squeeze(scores[index], soft_cap)
-                    top = max(top, scores[index])
-                fade = exponential(tops[query] - top)
-                total = totals[query] * fade
-                for index in range(end - begin):
-                    scores[index] = exponential(scores[index] - top)
-                    total += scores[index]
-                tops[query], totals[query] = top, total
-                _mix(
-                    sums[query], fade, values, keys, table, kv_head, begin, end, scores, key_width, value_width,
-                    ahead, ahead_head, stop - 1,
-                )  # fmt: skip
+            query = 0
+            while query < rows * sharing:
+                begin, end = _visible(first_position + query // sharing, chunk, window, chunked)
+                together = 1
+                while together < min(TOGETHER, rows * sharing - query):
+                    following = first_position + (query + together) // sharing
+                    if _visible(following, chunk, window, chunked) != (begin, end):
+                        break
+                    together += 1
+                if begin < end:
+                    _score(queries[query:], together, keys, values, table, kv_head, begin, end, scores, key_width)
+                    for place in range(together):
+                        _soften(scores[place], end - begin, soft_cap, tops, totals, sums, query + place)
+                    _mix(
+                        sums[query:], together, values, keys, table, kv_head, begin, end, scores, key_width,
+                        value_width, ahead, ahead_head, stop - 1,
+                    )  # fmt: skip
+                query += together
         for query in range(rows * sharing):
             result = seen[first_row + query // sharing, group * sharing + query % sharing]
             _divide(sums[query], totals[query], result, value_width)
@@ -200,50 +194,65 @@ def _divide(sums: Any, total: Any, result: Any, value_width: int) -> None:
 
 
 @njit(inline="always")
+def _visible(position: int, chunk: int, window: int, chunked: int) -> tuple[int, int]:
+    """The first position of a chunk that a query at ``position`` attends to, and the one after the last."""
+    return max(chunk, _first_key(position, window, chunked)), min(chunk + CHUNK, position + 1)
+
+
+@njit(inline="always")
 def _score(
-    query: Any, keys: Any, values: Any, table: Any, kv_head: int, begin: int, end: int, scores: Any, key_width: int
+    queries: Any, together: int, keys: Any, values: Any, table: Any, kv_head: int, begin: int, end: int, scores: Any,
+    key_width: int,
 ) -> None:  # fmt: skip
-    """Compute the products of a query with the keys from ``begin`` to ``end``, and prefetch the values."""
+    """Compute the products of queries with the keys from ``begin`` to ``end``, and prefetch the values."""
     scale = np.float32(key_width**-0.5)
     size = keys.shape[2]
     key = begin
     while key < end:
-        offset = key % size
+        block, offset = table[key // size], key % size
         count = min(size - offset, end - key)
-        block = keys[table[key // size], kv_head, offset : offset + count]
-        ahead = values[table[key // size], kv_head, offset : offset + count]
-        for place in range(count):
-            prefetch(ahead[place])
-            product = np.float32(0)
-            for channel in range(key_width):
-                product += query[channel] * widen(block[place, channel])
-            scores[key - begin + place] = product * scale
+        first, to = keys[block, kv_head, offset].ctypes.data, scores.ctypes.data + (key - begin) * 4
+        ahead = values[block, kv_head, offset].ctypes.data
+        score_keys(keys, together, key_width, queries.ctypes.data, first, count, to, CHUNK, scale, ahead)
         key += count
 
 
 @njit(inline="always")
+def _soften(scores: Any, count: int, soft_cap: Any, tops: Any, totals: Any, sums: Any, query: int) -> None:
+    """Replace ``count`` scores of a query by their exponentials, and scale its previous sum to the new maximum."""
+    if soft_cap != np.float32(0):
+        for index in range(count):
+            scores[index] = _squeeze(scores[index], soft_cap)
+    scores[count:] = NEVER
+    top = max(tops[query], largest(scores.ctypes.data, CHUNK))
+    fade, total = exponential(tops[query] - top), np.float32(0)
+    for index in range(CHUNK):
+        scores[index] = exponential(scores[index] - top)
+        total += scores[index]
+    tops[query], totals[query] = top, totals[query] * fade + total
+    for channel in range(sums.shape[1]):
+        sums[query, channel] *= fade
+
+
+@njit(inline="always")
 def _mix(
-    mixed: Any, fade: Any, values: Any, keys: Any, table: Any, kv_head: int, begin: int, end: int, shares: Any,
+    sums: Any, together: int, values: Any, keys: Any, table: Any, kv_head: int, begin: int, end: int, shares: Any,
     key_width: int, value_width: int, ahead: int, ahead_head: int, furthest: int,
 ) -> None:  # fmt: skip
-    """Scale the previous sum, and add the weighted values from ``begin`` to ``end``.
+    """Add the weighted values from ``begin`` to ``end`` to the sums of queries.
 
     Also prefetches keys of the head from position ``ahead`` on, as many, up to ``furthest``.
     """
     size, before = values.shape[2], key_width - value_width
-    for channel in range(value_width):
-        mixed[channel] *= fade
+    row_bytes = values.shape[3] * values.itemsize
     key = begin
     while key < end:
-        offset = key % size
+        block, offset = table[key // size], key % size
         count = min(size - offset, end - key)
-        block = values[table[key // size], kv_head, offset : offset + count]
-        following = keys[table[min(ahead + key - begin, furthest) // size], ahead_head, offset : offset + count]
-        for place in range(count):
-            prefetch(following[place])
-            share = shares[key - begin + place]
-            for channel in range(value_width):
-                mixed[channel] += share * widen(block[place, before + channel])
+        first = values[block, kv_head, offset, before:].ctypes.data
+        following = keys[table[min(ahead + key - begin, furthest) // size], ahead_head, offset].ctypes.data
+        given = shares.ctypes.data + (key - begin) * 4
+        mix_values(values, together, value_width, row_bytes, sums.ctypes.data, first, count, given, CHUNK, following)
         key += count
 
 

@@ -23,6 +23,7 @@ from megatron_runtime.model.kernels.vector_instructions import (
     load_numbers,
     spread,
     store_numbers,
+    variable,
 )
 
 TOGETHER = 4
@@ -43,7 +44,7 @@ def _project_by_type(_: Any, rows: Any, array: Any, vectors: Any, inputs: Any, m
         _, _, vectors, inputs, matrix, products = arguments
         zeros = constant(floats(LANES), 0.0)
         pairs = [(line, row) for line in range(TOGETHER) for row in range(count)]
-        totals = {pair: cgutils.alloca_once_value(builder, zeros) for pair in pairs}  # type: ignore[no-untyped-call]
+        totals = {pair: variable(builder, zeros) for pair in pairs}
         with cgutils.for_range(builder, vectors) as loop:
             given = [
                 load(builder, _place(builder, inputs, row, vectors, loop.index, LANES * _FLOAT_BYTES), zeros.type)
@@ -76,7 +77,7 @@ def _expand_by_type(
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         _, _, _, rank, width, factors, matrix, outputs = arguments
         zeros, size = constant(floats(together), 0.0), _item_bytes(array)
-        totals = [cgutils.alloca_once_value(builder, zeros) for _ in range(count)]  # type: ignore[no-untyped-call]
+        totals = [variable(builder, zeros) for _ in range(count)]
         with cgutils.for_range(builder, rank) as loop:
             place = _offset(builder, matrix, builder.mul(loop.index, width), size)
             weights = load_numbers(builder, array, place, together)

@@ -17,7 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from megatron_runtime.model.formats.coded_rows import BLOCK, QUAD, Coding
-from megatron_runtime.model.kernels.vector_instructions import LANES, constant, floats, fused, load, spread
+from megatron_runtime.model.kernels.vector_instructions import LANES, constant, floats, fused, load, spread, variable
 
 PARTS = 2
 """Vectors of a panel; each row of a matrix has a lane."""
@@ -115,7 +115,7 @@ class _Loop:
         builder = self._builder
         pairs = [(row, part) for row in range(self._rows) for part in range(PARTS)]
         zeros = constant(_FLOATS, 0.0)
-        totals = {pair: cgutils.alloca_once_value(builder, zeros) for pair in pairs}  # type: ignore[no-untyped-call]
+        totals = {pair: variable(builder, zeros) for pair in pairs}
         with cgutils.for_range(builder, self._blocks) as loop:
             self._add_block(loop.index, totals)
         for (row, part), total in totals.items():

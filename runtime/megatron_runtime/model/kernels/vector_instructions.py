@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 
 LANES = 16
 """Numbers of 32 bits in a vector of 512 bits."""
 
+_LINE_BYTES = 64
+_READ, _KEEP, _DATA = 0, 3, 1
+"""Arguments of LLVM's prefetch: not to write, into the first-level cache, and no instructions."""
 _SHORT, _INT, _FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
 
 
@@ -67,15 +72,60 @@ def fused(builder: Any, factor: Any, other: Any, added: Any) -> Any:
     return builder.call(function, [factor, other, added])
 
 
+def store(builder: Any, value: Any, address: Any) -> None:
+    """Write a value at an address, which need not be aligned."""
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=1)
+
+
+def prefetch(builder: Any, address: Any, num_bytes: int) -> None:
+    """Fetch the cache lines of some memory, which begins a line if it has several."""
+    pointer = ir.IntType(8).as_pointer()
+    function = builder.module.declare_intrinsic(
+        "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, _INT, _INT, _INT])
+    )
+    for start in range(0, num_bytes, _LINE_BYTES):
+        place = builder.inttoptr(builder.add(address, address.type(start)), pointer)
+        builder.call(function, [place, *(_INT(kind) for kind in (_READ, _KEEP, _DATA))])
+
+
+def variable(builder: Any, value: Any) -> Any:
+    """A place for a value, which is a register if all indices are constant."""
+    return cgutils.alloca_once_value(builder, value)  # type: ignore[no-untyped-call]
+
+
 def lane_sum(builder: Any, vector: Any) -> Any:
     """The sum of the lanes, of which there are a power of two, in the order of a binary tree."""
-    lanes, undefined = vector.type.count, ir.Constant(vector.type, ir.Undefined)
-    if lanes == 1:
-        return builder.extract_element(vector, _INT(0))
-    half = lanes // 2
-    chosen = ir.VectorType(_INT, half)
+    return builder.extract_element(lane_sums(builder, [vector]), _INT(0))
+
+
+def lane_sums(builder: Any, vectors: Sequence[Any]) -> Any:
+    """A vector of the sums of the lanes of each vector; both numbers are powers of two.
+
+    The vectors share instructions, but each sum has the order of `lane_sum`.
+    """
+    parts, width = list(vectors), vectors[0].type.count
+    while width > 1:
+        width //= 2
+        pairs = zip(parts[::2], parts[1::2], strict=True) if len(parts) > 1 else ((parts[0], None),)
+        parts = [_folded(builder, one, other, width) for one, other in pairs]
+    while len(parts) > 1:
+        lanes = range(2 * parts[0].type.count)
+        parts = [shuffled(builder, one, other, lanes) for one, other in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def _folded(builder: Any, one: Any, other: Any | None, width: int) -> Any:
+    """The sums of both halves of each group of ``2 * width`` lanes of one vector or two."""
+    count = one.type.count * (1 if other is None else 2)
+    starts = range(0, count, 2 * width)
     low, high = (
-        builder.shuffle_vector(vector, undefined, ir.Constant(chosen, list(range(start, start + half))))
-        for start in (0, half)
+        shuffled(builder, one, other, [start + half + lane for start in starts for lane in range(width)])
+        for half in (0, width)
     )
-    return lane_sum(builder, builder.fadd(low, high))
+    return builder.fadd(low, high)
+
+
+def shuffled(builder: Any, one: Any, other: Any | None, lanes: Sequence[int]) -> Any:
+    """These lanes of one vector and another."""
+    second = ir.Constant(one.type, ir.Undefined) if other is None else other
+    return builder.shuffle_vector(one, second, ir.Constant(ir.VectorType(_INT, len(lanes)), list(lanes)))
