@@ -27,24 +27,41 @@ assert numpy.isfinite(seen).all() and seen.any()
 print(hashlib.sha256(seen.tobytes()).hexdigest())
 """
 
+COUNT_THREADS = """
+import time, torch
+from megatron_runtime.model.kernels import row_kernels
 
-def bits(cache: Path) -> subprocess.CompletedProcess[str]:
+rows, weight, shares = torch.ones(4096, 4096).numpy(), torch.ones(4096).numpy(), row_kernels.even_shares(4096)
+for parallel in (False, True):
+    kernel = row_kernels._rms_norm_kernel(False, parallel)
+    every, own = time.process_time(), time.thread_time()
+    for _ in range(40):
+        kernel(rows, rows, weight, shares, 1e-5)
+    print(round((time.process_time() - every) / (time.thread_time() - own)))
+"""
+
+
+def run(program: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    """With two threads."""
     path = os.pathsep.join(filter(None, (str(SUPPORT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, CACHE_VARIABLE: str(cache), "OMP_NUM_THREADS": "2", "PYTHONPATH": path}
-    return subprocess.run(
-        [sys.executable, "-c", PRINT_BITS], env=environment, check=True, capture_output=True, text=True
-    )
+    return subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True)
 
 
 def test_a_process_that_compiles_a_kernel_has_the_bits_of_one_that_loads_it(tmp_path: Path) -> None:
     """Numba's own code for them differs in the last digits on some processors, among them those with AMX."""
-    compiled = bits(tmp_path)
+    compiled = run(PRINT_BITS, tmp_path)
     assert compiled.stderr == ""
     kernels = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb?")}
     assert kernels
-    loaded = bits(tmp_path)
+    loaded = run(PRINT_BITS, tmp_path)
     assert loaded.stdout == compiled.stdout
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb?")} == kernels
+
+
+def test_the_cache_keeps_a_kernel_for_one_thread_and_one_for_several(tmp_path: Path) -> None:
+    """The threads of each, by their CPU time."""
+    assert run(COUNT_THREADS, tmp_path).stdout.split() == ["1", "2"]
 
 
 def test_a_kernel_is_compiled_here_if_no_other_process_can(

@@ -39,6 +39,8 @@ def compile_kernel(
     """
     use_kernel_locator()
     options = _OPTIONS | {"parallel": parallel and can_share_threads(), "fastmath": _FAST if fast else False}
+    # Numba's cache has a place for each name and signature, whatever the options are.
+    function.__qualname__ += "".join(f".{name}" for name in ("parallel", "fastmath") if options[name])
     try:
         with from_cache_only(function):
             compiled: Kernel = njit(signature, cache=True, **options)(function)
