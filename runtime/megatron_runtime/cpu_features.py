@@ -10,6 +10,10 @@ BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 TILES = frozenset({"amx_tile"})
 """Matrix products by tiles (Intel AMX)."""
 BFLOAT16_TILES = frozenset({"amx_bf16"})
+WIDE_VECTORS = frozenset({"avx512f"})
+"""Vectors of 512 bits on x86."""
+BFLOAT16_VECTORS = frozenset({"avx512_bf16"})
+"""Such vectors with dot products of bfloat16."""
 _CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -29,6 +33,18 @@ def has_tiles() -> bool:
 def has_bfloat16_tiles() -> bool:
     """Whether tiles multiply bfloat16."""
     return reports_any(BFLOAT16_TILES, _CPUINFO)
+
+
+@cache
+def has_wide_vectors() -> bool:
+    """Whether vectors have 512 bits."""
+    return reports_any(WIDE_VECTORS, _CPUINFO)
+
+
+@cache
+def has_bfloat16_vectors() -> bool:
+    """Whether such vectors multiply bfloat16."""
+    return reports_any(BFLOAT16_VECTORS, _CPUINFO)
 
 
 def reports_any(features: frozenset[str], cpuinfo: Path) -> bool:

@@ -20,7 +20,7 @@ from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.head import Head
 from megatron_runtime.model.hidden_pool import HiddenPool
 from megatron_runtime.model.kernel_warm_up import use_kernels
-from megatron_runtime.model.kernels import cpu_attention, row_kernels, tile_products
+from megatron_runtime.model.kernels import cpu_attention, row_kernels, tile_products, vector_products
 from megatron_runtime.model.kernels.gpu_attention import cache_dtype
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.lora.adapter_slots import AdapterSlots
@@ -150,6 +150,7 @@ class Decoder(nn.Module):
             cpu_attention.prepare(attention_kind(self.config).cache_layout, self.dtype)
             row_kernels.prepare(self.dtype)
             tile_products.prepare(self.dtype)
+            vector_products.prepare(self.dtype)
             if self.config.recurrent is not None:
                 prepare_recurrence(self.config.recurrent)
         elif block_size_tokens is not None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megatron_runtime.model.embedding import vocabulary_table
 from megatron_runtime.model.norms import make_norm
-from megatron_runtime.model.packed_linear import PackedLinear, TileLinear, pack_linear
+from megatron_runtime.model.packed_linear import PackedLinear, PanelLinear, pack_linear
 from megatron_runtime.model.products import linear
 from megatron_runtime.model.quantized.linear import QuantizedLinear
 from megatron_runtime.model.quantized.matrix import QuantizedMatrix
@@ -38,7 +38,7 @@ class Head(nn.Module):
         self.norm = make_norm(shard.config, shard.config.hidden_size, dtype)
         self.table = vocabulary_table(shard, dtype) if table is None else table
         self._dtype = dtype
-        self._packed: PackedLinear | TileLinear | QuantizedLinear | None = None
+        self._packed: PackedLinear | PanelLinear | QuantizedLinear | None = None
 
     @property
     def weight(self) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor, nn
 
 from megatron_runtime.cpu_features import has_tiles
-from megatron_runtime.model.kernels import tile_products
+from megatron_runtime.model.kernels import tile_products, vector_products
 from megatron_runtime.model.layers import Linear
 
 _TILED_ROWS = 32
@@ -47,23 +49,39 @@ class PackedLinear(nn.Module):
         return outputs
 
 
-class TileLinear(nn.Module):
-    """The same in bfloat16 by the kernel for tiles, with the bits of oneDNN's products of up to _TILED_ROWS rows."""
+class PanelLinear(nn.Module):
+    """The same by a kernel of this project, for matrices in panels."""
+
+    _products: ModuleType
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
         self._height, self._width = weight.shape
-        self._panels = tile_products.pack(weight.detach())
+        self._panels: Tensor = self._products.pack(weight.detach())
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     @property
     def weight(self) -> Tensor:
         """An unpacked copy of the matrix, [out, in]."""
-        return tile_products.unpack(self._panels, self._height, self._width)
+        plain: Tensor = self._products.unpack(self._panels, self._height, self._width)
+        return plain
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[T, in] to [T, out]; the bits of a row do not depend on the others."""
-        return tile_products.multiply(inputs.contiguous(), self._panels, self.bias, self._height)
+        outputs: Tensor = self._products.multiply(inputs.contiguous(), self._panels, self.bias, self._height)
+        return outputs
+
+
+class TileLinear(PanelLinear):
+    """In bfloat16 by tiles, with the bits of oneDNN's products of up to _TILED_ROWS rows."""
+
+    _products = tile_products
+
+
+class VectorLinear(PanelLinear):
+    """In float32 or bfloat16 by vectors."""
+
+    _products = vector_products
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -77,10 +95,12 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype is torch.float32
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | TileLinear:
+def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | PanelLinear:
     """Made of a matrix and a bias whose dtype `can_pack` accepts."""
     if weight.dtype is torch.bfloat16 and tile_products.can_use_tiles():
         return TileLinear(weight, bias)
+    if vector_products.can_use_vectors(weight.dtype):
+        return VectorLinear(weight, bias)
     return PackedLinear(weight, bias)
 
 

@@ -163,7 +163,7 @@ def test_ranks_divide_quantized_matrices(kind: str, save: Any) -> None:
 def test_columns_that_ranks_divide_within_a_block_are_expanded(save: Any) -> None:
     path = save("Q8_0", "Llama", intermediate_size=96)
     said = run_ranks(model_scenarios.answer_quantized, 2, ParallelSizes(tensor=2), free_port(), path)
-    assert {each["quantized"] for each in said} == {"PackedLinear"}
+    assert {each["quantized"] for each in said} <= {"PackedLinear", "VectorLinear"}
     alone, together = logits(keep(path), model_scenarios.PROMPTS["short"]), said[0]["whole"][1]
     assert float((together - alone).norm() / alone.norm()) < 0.03
 

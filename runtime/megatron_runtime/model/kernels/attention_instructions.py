@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 
 from megatron_runtime.model.kernels.vector_instructions import (
     LANES,
+    PairDot,
     constant,
     floats,
     fused,
@@ -68,27 +69,9 @@ class _Dot:
         return fused(builder, one, other, sums)
 
 
-class _PairDot:
-    """VDPBF16PS (AVX512-BF16): each lane adds the products of two channels in bfloat16."""
-
-    channels = 2 * LANES
-    _pairs = ir.VectorType(ir.IntType(32), LANES)
-
-    def load(self, builder: Any, address: Any) -> Any:
-        """As _Dot."""
-        return load(builder, address, self._pairs)
-
-    def add(self, builder: Any, sums: Any, one: Any, other: Any) -> Any:
-        """As _Dot."""
-        function = builder.module.declare_intrinsic(
-            "llvm.x86.avx512bf16.dpbf16ps.512", fnty=ir.FunctionType(sums.type, [sums.type, self._pairs, self._pairs])
-        )
-        return builder.call(function, [sums, one, other])
-
-
 def _has_pair_dots(context: Any, array: Any, channels: int) -> bool:
     is_narrow = isinstance(array.dtype, types.Integer)
-    return is_narrow and channels % _PairDot.channels == 0 and "+avx512bf16" in context.codegen().magic_tuple()[2]
+    return is_narrow and channels % PairDot.channels == 0 and "+avx512bf16" in context.codegen().magic_tuple()[2]
 
 
 def _score_by_type(
@@ -140,7 +123,7 @@ class _Scores:
         self._query, self._key, self.count, self._scores = query, key, count, scores
         self._columns, self._scale, self._ahead = columns, scale, ahead
         self.sizes = _Sizes(context, width)
-        self._dot = _PairDot() if _has_pair_dots(context, array, width) else _Dot(array, self.sizes.lanes)
+        self._dot = PairDot() if _has_pair_dots(context, array, width) else _Dot(array, self.sizes.lanes)
 
     def generate(self, queries: int, first: Any, keys: int) -> None:
         """The products of some queries with some keys, the first of which has this index."""

@@ -31,6 +31,7 @@ def main() -> None:
         quantized_products,
         row_kernels,
         tile_products,
+        vector_products,
     )
     from megatron_runtime.model.kernels.kernel_compiler import compile_in_this_process
 
@@ -43,6 +44,7 @@ def main() -> None:
         row_kernels.prepare(dtype)
         adapter_kernel.prepare(dtype)
         tile_products.prepare(dtype)
+        vector_products.prepare(dtype)
         for head_dim in chosen.head_dim:
             cpu_attention.prepare(CacheLayout(1, 1, head_dim, head_dim), dtype)
         for kind in chosen.quantization:

@@ -15,8 +15,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from megatron_runtime.model.kernels.vector_instructions import LANES, floats, load, load_numbers, store_numbers
-
 TILE = 16
 """Rows of a tile, and its columns of 32 bits."""
 STEP = 2 * TILE
@@ -99,28 +97,10 @@ def _multiply_by_type(_: Any, tiles: Any, steps: Any, inputs: Any, row_bytes: An
     return types.void(tiles, steps, inputs, row_bytes, matrix, products), generate
 
 
-def _round_by_type(_: Any, array: Any, has_bias: Any, products: Any, bias: Any, outputs: Any) -> Any:
-    """Write BLOCK products, float32, plus a bias as BLOCK numbers of ``array``'s type, if ``has_bias`` (a literal)."""
-
-    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        products, bias, outputs = arguments[2:]
-        number = products.type
-        for start in range(0, BLOCK, LANES):
-            sums = load(builder, builder.add(products, number(4 * start)), floats(LANES))
-            if has_bias.literal_value:
-                added = load_numbers(builder, array, builder.add(bias, number(2 * start)))
-                sums = builder.fadd(sums, added)
-            store_numbers(builder, array, sums, builder.add(outputs, number(2 * start)))
-        return context.get_dummy_value()
-
-    return types.void(array, has_bias, products, bias, outputs), generate
-
-
 # Called without the typing context, unlike the signatures above.
 begin_tiles: Any = intrinsic(_begin_by_type)
 end_tiles: Any = intrinsic(_end_by_type)
 multiply_tiles: Any = intrinsic(prefer_literal=True)(_multiply_by_type)
-round_products: Any = intrinsic(prefer_literal=True)(_round_by_type)
 
 
 def _run(builder: Any, instruction: str, *arguments: Any) -> None:

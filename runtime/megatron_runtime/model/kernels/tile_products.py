@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import int64, njit, prange, uint8, uint16, void
+from numba import int64, prange, uint8, uint16, void
 from torch import Tensor
 from torch.nn import functional
 
 from megatron_runtime.cpu_features import has_bfloat16_tiles
-from megatron_runtime.model.kernels.compiled import as_array, compile_kernel, even_shares, narrowed, widen
+from megatron_runtime.model.kernels.compiled import as_array, compile_kernel, even_shares
 from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
+from megatron_runtime.model.kernels.panel_rows import CACHE_LINE, pad_rows, write_products
 from megatron_runtime.model.kernels.threads import can_share_threads
 from megatron_runtime.model.kernels.tile_instructions import (
     BLOCK,
@@ -31,14 +32,12 @@ from megatron_runtime.model.kernels.tile_instructions import (
     configuration,
     end_tiles,
     multiply_tiles,
-    round_products,
 )
 
 logger = logging.getLogger(__name__)
 
 _CACHED_BYTES = 1 << 20
 """Bytes of the inputs that are multiplied with all panels before the next ones: a part of a second-level cache."""
-_CACHE_LINE = 64
 _SYSTEM_CALL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
 """arch_prctl on x86-64, ARCH_REQ_XCOMP_PERM, and the component XTILEDATA."""
 
@@ -104,38 +103,6 @@ def prepare(dtype: torch.dtype) -> None:
 _CONFIGURATION = configuration()
 
 
-@njit(inline="always")
-def _pad(inputs: Any, begin: Any, end: Any, padded: Any) -> None:
-    """Copy rows, with zeros after the last channel of each, and after the last row up to a whole tile."""
-    width = inputs.shape[1]
-    rows = end - begin
-    for row in range(rows):
-        padded[row, :width] = inputs[begin + row]
-        padded[row, width:] = 0
-    for row in range(rows, (rows + TILE - 1) // TILE * TILE):
-        padded[row, :] = 0
-
-
-@njit(inline="always")
-def _write(products: Any, bias: Any, outputs: Any, first: Any, count: Any, column: Any) -> None:
-    """Round the products of ``count`` rows with a panel, whose first column is ``column``."""
-    width = outputs.shape[1]
-    item = 2
-    if column + BLOCK <= width:
-        for row in range(count):
-            from_row = products.ctypes.data + row * BLOCK * 4
-            to = outputs.ctypes.data + ((first + row) * width + column) * item
-            if len(bias):
-                round_products(outputs, 1, from_row, bias.ctypes.data + column * item, to)
-            else:
-                round_products(outputs, 0, from_row, 0, to)
-        return
-    for row in range(count):
-        for lane in range(width - column):
-            added = widen(bias[column + lane]) if len(bias) else np.float32(0)
-            outputs[first + row, column + lane] = narrowed(products[row, lane] + added, outputs)
-
-
 @kernel_factory
 def _product_kernel() -> Kernel:
     def run(
@@ -150,14 +117,14 @@ def _product_kernel() -> Kernel:
     ) -> None:
         rows = len(inputs)
         # Rows at distances of whole pages would compete for the same lines of a cache.
-        row_bytes = steps * STEP_BYTES + _CACHE_LINE
+        row_bytes = steps * STEP_BYTES + CACHE_LINE
         for share in prange(len(shares) - 1):
             begin_tiles(configuration.ctypes.data)
             products = np.empty((BLOCK, BLOCK), np.float32)
             padded = np.empty((together, row_bytes // 2), np.uint16)
             for begin in range(0, rows, together):
                 end = min(begin + together, rows)
-                _pad(inputs, begin, end, padded)
+                pad_rows(inputs, begin, end, padded, TILE)
                 for panel in range(shares[share], shares[share + 1]):
                     w = panels.ctypes.data + panel * steps * 2 * TILE_BYTES
                     for first in range(begin, end, BLOCK):
@@ -166,7 +133,7 @@ def _product_kernel() -> Kernel:
                             multiply_tiles(2, steps, x, row_bytes, w, products.ctypes.data)
                         else:
                             multiply_tiles(1, steps, x, row_bytes, w, products.ctypes.data)
-                        _write(products, bias, outputs, first, min(BLOCK, end - first), panel * BLOCK)
+                        write_products(products, bias, outputs, first, min(BLOCK, end - first), panel * BLOCK)
             end_tiles()
 
     matrix, vector = uint16[:, ::1], uint16[::1]

@@ -12,7 +12,7 @@ from numba.core import cgutils
 LANES = 16
 """Numbers of 32 bits in a vector of 512 bits."""
 
-_LINE_BYTES = 64
+LINE_BYTES = 64
 _READ, _KEEP, _DATA = 0, 3, 1
 """Arguments of LLVM's prefetch: not to write, into the first-level cache, and no instructions."""
 _SHORT, _INT, _FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
@@ -83,7 +83,7 @@ def prefetch(builder: Any, address: Any, num_bytes: int) -> None:
     function = builder.module.declare_intrinsic(
         "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, _INT, _INT, _INT])
     )
-    for start in range(0, num_bytes, _LINE_BYTES):
+    for start in range(0, num_bytes, LINE_BYTES):
         place = builder.inttoptr(builder.add(address, address.type(start)), pointer)
         builder.call(function, [place, *(_INT(kind) for kind in (_READ, _KEEP, _DATA))])
 
@@ -91,6 +91,24 @@ def prefetch(builder: Any, address: Any, num_bytes: int) -> None:
 def variable(builder: Any, value: Any) -> Any:
     """A place for a value, which is a register if all indices are constant."""
     return cgutils.alloca_once_value(builder, value)  # type: ignore[no-untyped-call]
+
+
+class PairDot:
+    """VDPBF16PS (AVX512-BF16): each lane adds the products of two channels in bfloat16."""
+
+    channels = 2 * LANES
+    _pairs = ir.VectorType(ir.IntType(32), LANES)
+
+    def load(self, builder: Any, address: Any) -> Any:
+        """Pairs of channels at an address."""
+        return load(builder, address, self._pairs)
+
+    def add(self, builder: Any, sums: Any, one: Any, other: Any) -> Any:
+        """The sums with the products of pairs."""
+        function = builder.module.declare_intrinsic(
+            "llvm.x86.avx512bf16.dpbf16ps.512", fnty=ir.FunctionType(sums.type, [sums.type, self._pairs, self._pairs])
+        )
+        return builder.call(function, [sums, one, other])
 
 
 def lane_sum(builder: Any, vector: Any) -> Any:

@@ -1,0 +1,150 @@
+"""The innermost loop of products of activations with a matrix, generated as LLVM instructions on vectors.
+
+A panel of a matrix is multiplied with some rows of inputs. Each sum is in one lane of a vector, and adds the channels
+in their order, whatever other rows and columns there are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from megatron_runtime.model.kernels.vector_instructions import (
+    LANES,
+    LINE_BYTES,
+    PairDot,
+    constant,
+    floats,
+    fused,
+    load,
+    load_numbers,
+    prefetch,
+    spread,
+    store,
+    store_numbers,
+    variable,
+)
+
+ROWS = 12
+"""Maximum of rows that are multiplied together: their sums and a part of the panel fill the registers of AVX-512."""
+PARTS = 2
+"""Vectors of a panel's columns."""
+COLUMNS = PARTS * LANES
+WORD_BYTES = 4
+"""Of one channel in float32, or two in bfloat16."""
+_FLOAT_BYTES = 4
+
+
+def _multiply_by_type(
+    _: Any,
+    array: Any,
+    rows: Any,
+    words: Any,
+    inputs: Any,
+    row_bytes: Any,
+    panel: Any,
+    ahead: Any,
+    second: Any,
+    products: Any,
+) -> Any:
+    """Products of some rows of inputs with a panel.
+
+    Args:
+        array: Of the type of inputs and panel: float32, or the bits of bfloat16.
+        rows: Their number, at most ROWS.
+        words: Of each row: its channels in float32, and pairs of channels in bfloat16.
+        inputs: Address of the first row.
+        row_bytes: From a row to the next one.
+        panel: Address of the panel, [words, COLUMNS] words.
+        ahead: Address of memory to prefetch meanwhile: a cache line of each word of the panel.
+        second: Distance of a second such line.
+        products: Address of the products, float32 [rows, COLUMNS].
+    """
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        made = _Products(builder, array, *arguments[2:])
+        for number in range(1, ROWS + 1):
+            with builder.if_then(builder.icmp_signed("==", arguments[1], arguments[1].type(number))):
+                made.generate(number)
+        return context.get_dummy_value()
+
+    return types.void(array, rows, words, inputs, row_bytes, panel, ahead, second, products), generate
+
+
+class _Products:
+    """Generates the code of `multiply_words`, with its arguments."""
+
+    def __init__(
+        self, builder: Any, array: Any, words: Any, inputs: Any, row_bytes: Any, panel: Any, ahead: Any, second: Any,
+        products: Any,
+    ) -> None:  # fmt: skip
+        self._builder, self._words, self._inputs, self._row_bytes = builder, words, inputs, row_bytes
+        self._panel, self._ahead, self._second, self._products = panel, ahead, second, products
+        self._dot = PairDot() if isinstance(array.dtype, types.Integer) else None
+        self._word = ir.FloatType() if self._dot is None else ir.IntType(32)
+
+    def generate(self, rows: int) -> None:
+        """The products of a number of rows."""
+        builder, zeros = self._builder, constant(floats(LANES), 0.0)
+        sums = [[variable(builder, zeros) for _ in range(PARTS)] for _ in range(rows)]
+        lines = [self._place(self._inputs, self._row_bytes, row) for row in range(rows)]
+        with cgutils.for_range(builder, self._words) as loop:
+            self._add(sums, lines, loop.index)
+        for row, totals in enumerate(sums):
+            for part, total in enumerate(totals):
+                place = builder.add(self._products, self._number((row * PARTS + part) * LANES * _FLOAT_BYTES))
+                store(builder, builder.load(total), place)
+
+    def _add(self, sums: list[list[Any]], lines: list[Any], word: Any) -> None:
+        """Add the products of a word of each row, whose addresses are ``lines``."""
+        builder = self._builder
+        begin = builder.mul(word, self._number(COLUMNS * WORD_BYTES))
+        ahead = builder.add(self._ahead, begin)
+        for line in (ahead, builder.add(ahead, self._second)):
+            prefetch(builder, line, LINE_BYTES)
+        kind, at = ir.VectorType(self._word, LANES), builder.add(self._panel, begin)
+        weights = [load(builder, builder.add(at, self._number(part * LINE_BYTES)), kind) for part in range(PARTS)]
+        for line, totals in zip(lines, sums, strict=True):
+            place = builder.add(line, builder.mul(word, self._number(WORD_BYTES)))
+            given = spread(builder, load(builder, place, self._word))
+            for total, weight in zip(totals, weights, strict=True):
+                before = builder.load(total)
+                added = (
+                    fused(builder, given, weight, before)
+                    if self._dot is None
+                    else self._dot.add(builder, before, given, weight)
+                )
+                builder.store(added, total)
+
+    def _place(self, base: Any, distance: Any, index: int) -> Any:
+        return self._builder.add(base, self._builder.mul(distance, self._number(index)))
+
+    def _number(self, value: int) -> Any:
+        return self._words.type(value)
+
+
+def _round_by_type(_: Any, array: Any, has_bias: Any, products: Any, bias: Any, outputs: Any) -> Any:
+    """Write COLUMNS products, float32, plus a bias, as numbers of ``array``'s type, if ``has_bias`` (a literal)."""
+    item = array.dtype.bitwidth // 8
+
+    def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        products, bias, outputs = arguments[2:]
+        number = products.type
+        for start in range(0, COLUMNS, LANES):
+            sums = load(builder, builder.add(products, number(_FLOAT_BYTES * start)), floats(LANES))
+            if has_bias.literal_value:
+                added = load_numbers(builder, array, builder.add(bias, number(item * start)))
+                sums = builder.fadd(sums, added)
+            store_numbers(builder, array, sums, builder.add(outputs, number(item * start)))
+        return context.get_dummy_value()
+
+    return types.void(array, has_bias, products, bias, outputs), generate
+
+
+# Called without the typing context, unlike the signatures above.
+multiply_words: Any = intrinsic(prefer_literal=True)(_multiply_by_type)
+round_products: Any = intrinsic(prefer_literal=True)(_round_by_type)

@@ -1,0 +1,139 @@
+"""Products with matrices in float32 or bfloat16 by the vectors of AVX-512, for any number of rows.
+
+The bits of a row depend on no other row. While some rows are multiplied with a panel of the matrix, the next panel is
+prefetched: with few rows, the time is that of reading the matrix.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import int64, prange, void
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_runtime.cpu_features import has_bfloat16_vectors, has_wide_vectors
+from megatron_runtime.model.kernels.compiled import as_array, compile_kernel, even_shares, scalar
+from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
+from megatron_runtime.model.kernels.panel_rows import CACHE_LINE, pad_rows, write_products
+from megatron_runtime.model.kernels.product_instructions import COLUMNS, ROWS, WORD_BYTES, multiply_words
+from megatron_runtime.model.kernels.threads import can_share_threads, kernel_threads
+
+_CACHED_BYTES = 1 << 18
+"""Bytes of the inputs that are multiplied with all panels before the next ones: a part of a second-level cache."""
+_SHARES = 4
+"""Parts of the work for each thread, at least, if there are so many."""
+_CLOSE_BYTES = 1 << 10
+"""Rows at multiples of this distance would compete for the same lines of a cache."""
+WORTH_SHARING = 1 << 18
+"""Number of multiplications above which a second thread pays off."""
+
+
+def can_use_vectors(dtype: torch.dtype) -> bool:
+    """Whether this processor has the instructions. Products on a single thread would be slower than those of oneDNN."""
+    has_instructions = {torch.float32: has_wide_vectors, torch.bfloat16: has_bfloat16_vectors}
+    return dtype in has_instructions and has_instructions[dtype]() and can_share_threads()
+
+
+def pack(matrix: Tensor) -> Tensor:
+    """The panels of a matrix [out, in]: [panels, words, COLUMNS * channels], padded with zeros.
+
+    A word has one channel in float32, and two in bfloat16.
+    """
+    height, width = matrix.shape
+    channels = WORD_BYTES // matrix.element_size()
+    padded = functional.pad(matrix, (0, -width % channels, 0, -height % COLUMNS)).contiguous()
+    words = padded.view(torch.int32).view(len(padded) // COLUMNS, COLUMNS, -1)
+    return words.transpose(1, 2).contiguous().view(matrix.dtype)
+
+
+def unpack(panels: Tensor, height: int, width: int) -> Tensor:
+    """The matrix [height, width] of `pack`."""
+    padded = panels.view(torch.int32).transpose(1, 2).flatten(0, 1).contiguous().view(panels.dtype)
+    return padded[:height, :width].contiguous()
+
+
+def multiply(inputs: Tensor, panels: Tensor, bias: Tensor | None, height: int) -> Tensor:
+    """``x W^T + b``: [T, in] to [T, height]. The sums are float32, and rounded once.
+
+    Args:
+        inputs: [T, in], contiguous, of the matrix's type.
+        panels: Those of `pack`.
+        bias: [height], or None.
+        height: Rows of the matrix without padding.
+    """
+    rows, width = inputs.shape
+    outputs = inputs.new_empty(rows, height)
+    if not rows:
+        return outputs
+    count, words = panels.shape[:2]
+    row_bytes = width * inputs.element_size()
+    is_copied = row_bytes % _CLOSE_BYTES == 0 or row_bytes < words * WORD_BYTES
+    together = _rows_together(rows, words * WORD_BYTES, count)
+    added = as_array(inputs.new_empty(0) if bias is None else bias)
+    kernel = _product_kernel(inputs.dtype is torch.bfloat16, rows * words * count * COLUMNS >= WORTH_SHARING)
+    shares = even_shares(count * -(-rows // together))
+    tables = as_array(inputs), as_array(panels.view(-1)), added, as_array(outputs)
+    kernel(*tables, words, together, int(is_copied), shares)
+    return outputs
+
+
+def prepare(dtype: torch.dtype) -> None:
+    """Compile the kernels for a dtype now, so that the first request does not wait for them."""
+    if can_use_vectors(dtype):
+        for parallel in (False, True):
+            _product_kernel(dtype is torch.bfloat16, parallel)
+
+
+def _rows_together(rows: int, row_bytes: int, panels: int) -> int:
+    """Rows that are multiplied with all panels before the next ones: as many as stay in the cache, and leave enough
+    parts of the work for the threads."""
+    cached, shared = _CACHED_BYTES // row_bytes, rows * panels // (_SHARES * kernel_threads())
+    return max(min(cached, shared) // ROWS, 1) * ROWS
+
+
+@kernel_factory
+def _product_kernel(narrow: bool, parallel: bool) -> Kernel:
+    item = 2 if narrow else 4
+
+    def run(
+        inputs: Any, panels: Any, bias: Any, outputs: Any, words: Any, together: Any, is_copied: Any, shares: Any
+    ) -> None:
+        rows, given_bytes, panel_bytes = len(inputs), inputs.shape[1] * item, words * COLUMNS * WORD_BYTES
+        count = len(panels) * item // panel_bytes
+        for share in prange(len(shares) - 1):
+            products = np.empty((ROWS, COLUMNS), np.float32)
+            row_bytes = words * WORD_BYTES + CACHE_LINE if is_copied else given_bytes
+            padded = np.empty((together if is_copied else 0, row_bytes // item), inputs.dtype)
+            held = -1
+            for part in range(shares[share], shares[share + 1]):
+                block, panel = part // count, part % count
+                begin = block * together
+                end = min(begin + together, rows)
+                x = np.int64(inputs.ctypes.data) + begin * given_bytes
+                if is_copied:
+                    if block != held:
+                        pad_rows(inputs, begin, end, padded, 1)
+                        held = block
+                    x = np.int64(padded.ctypes.data)
+                w = panels.ctypes.data + panel * panel_bytes
+                has_next = panel + 1 < count and part + 1 < shares[share + 1]
+                following = w + panel_bytes if has_next else w
+                turns = (end - begin + ROWS - 1) // ROWS
+                size = (end - begin + turns - 1) // turns
+                for turn in range(turns):
+                    first = turn * size
+                    number = min(size, end - begin - first)
+                    # The first two turns fetch a line each for every word, or a single one both.
+                    ahead = following + turn * CACHE_LINE if turn < 2 else w
+                    second = CACHE_LINE if turns == 1 else 0
+                    at, to = x + first * row_bytes, products.ctypes.data
+                    multiply_words(inputs, number, words, at, row_bytes, w, ahead, second, to)
+                    write_products(products, bias, outputs, begin + first, number, panel * COLUMNS)
+
+    kind = scalar(narrow)
+    matrix, vector = kind[:, ::1], kind[::1]
+    signature = void(matrix, vector, vector, matrix, int64, int64, int64, int64[::1])
+    return compile_kernel(run, signature, parallel=parallel, fast=False)
