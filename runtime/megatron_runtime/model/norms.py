@@ -8,7 +8,13 @@ from torch.nn import functional
 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.config import ModelConfig
-from megatron_runtime.model.kernels.row_kernels import has_gpu_row_kernels, has_row_kernels, rms_norm
+from megatron_runtime.model.kernels import row_kernels
+from megatron_runtime.model.kernels.row_kernels import (
+    has_cpu_row_kernels,
+    has_gpu_row_kernels,
+    has_row_kernels,
+    rms_norm,
+)
 from megatron_runtime.parallel.ranks import Ranks
 
 
@@ -118,10 +124,14 @@ _NAMES: dict[type[nn.Module], str] = {RMSNorm: "rms", RMSNormPlusOne: "rms_plus_
 def add_and_normalize(
     hidden: Tensor, update: Tensor, multiplier: float, update_norm: Norm | nn.Identity, norm: Norm | nn.Identity
 ) -> tuple[Tensor, Tensor]:
-    """``hidden + multiplier * update_norm(update)``, and its norm: both [T, hidden]; on a GPU by one kernel.
+    """``hidden + multiplier * update_norm(update)``, and its norm: both [T, hidden]; on a GPU by one kernel, and on a
+    CPU for sums that are normalized by `RMSNorm` alone.
 
     If both are norms, they have the same type and epsilon.
     """
+    if type(norm) is RMSNorm and isinstance(update_norm, nn.Identity) and has_cpu_row_kernels(hidden):
+        given = hidden.contiguous(), update.contiguous()
+        return row_kernels.add_and_normalize(*given, multiplier, norm.weight, norm.eps)
     if type(norm) not in _NAMES or not has_gpu_row_kernels(hidden):
         hidden = _add_normalized(hidden, update, multiplier, update_norm)
         return hidden, norm(hidden)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from megatron_runtime.model.kernels.row_kernels import gated_silu, rms_norm, sigmoid
+from megatron_runtime.model.kernels.row_kernels import WORTH_SHARING, add_and_normalize, gated_silu, rms_norm, sigmoid
 
 SIZE, EPS = 52, 1e-5
 WEIGHT = torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
@@ -82,3 +82,17 @@ def test_a_norm_is_over_the_last_of_any_dimensions(shape: tuple[int, ...]) -> No
 def test_a_norm_accepts_rows_that_are_not_contiguous() -> None:
     rows = torch.randn(5, 3 * SIZE)[:, SIZE : 2 * SIZE]
     assert torch.equal(normalized(rows), normalized(rows.contiguous()))
+
+
+@TYPES
+@pytest.mark.parametrize("multiplier", [1.0, 0.22])
+@pytest.mark.parametrize("count", [5, WORTH_SHARING // SIZE + 1])
+def test_a_sum_and_its_norm_are_those_of_two_operations(count: int, multiplier: float, dtype: torch.dtype) -> None:
+    rows, update, weight = random_rows(count, dtype), random_rows(count, dtype).flip(0), WEIGHT.to(dtype)
+    summed, normed = add_and_normalize(rows, update, multiplier, weight, EPS)
+    close = {"atol": 2e-5, "rtol": 1e-6} if dtype is torch.float32 else {"atol": 1e-2, "rtol": 2**-7}
+    torch.testing.assert_close(summed, rows.add(update, alpha=multiplier), **close)
+    assert torch.equal(normed, rms_norm(summed, weight, EPS))
+    for row in range(5):
+        alone = add_and_normalize(rows[row : row + 1], update[row : row + 1], multiplier, weight, EPS)
+        assert all(torch.equal(one[0], whole[row]) for one, whole in zip(alone, (summed, normed), strict=True))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import float32, int64, prange, void
+from numba import float32, int64, njit, prange, void
 from torch import Tensor
 
 from megatron_runtime.model.kernels.compiled import (
@@ -63,6 +63,17 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     return outputs
 
 
+def add_and_normalize(
+    rows: Tensor, update: Tensor, multiplier: float, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """``rows + multiplier * update`` and `rms_norm` of it on a CPU: each [T, size]."""
+    sums, outputs = torch.empty_like(rows), torch.empty_like(rows)
+    arrays = (as_array(part) for part in (rows, update, sums, outputs, weight))
+    kernel = _add_and_normalize_kernel(rows.dtype is torch.bfloat16, rows.numel() >= WORTH_SHARING)
+    kernel(*arrays, even_shares(len(rows)), multiplier, eps)
+    return sums, outputs
+
+
 def gated_silu(gate_and_up: Tensor) -> Tensor:
     """``silu(gate) * up`` on a CPU: [T, 2 * size], gates first, to [T, size]."""
     outputs = gate_and_up.new_empty(len(gate_and_up), gate_and_up.shape[1] // 2)
@@ -95,6 +106,7 @@ def prepare(dtype: torch.dtype) -> None:
         _gated_sigmoid_kernel(dtype is torch.bfloat16)
         for parallel in (False, True):
             _rms_norm_kernel(dtype is torch.bfloat16, parallel)
+            _add_and_normalize_kernel(dtype is torch.bfloat16, parallel)
             _gated_silu_kernel(dtype is torch.bfloat16, parallel)
 
 
@@ -115,18 +127,42 @@ def _rms_norm_kernel(narrow: bool, parallel: bool) -> Kernel:
         size = inputs.shape[1]
         for share in prange(len(bounds) - 1):
             for row in range(bounds[share], bounds[share + 1]):
-                total = np.float32(0)
-                for channel in range(size):
-                    value = widen(inputs[row, channel])
-                    total += value * value
-                # Rounded once, because it scales every row in every norm.
-                inverse = np.float32(1 / np.sqrt(np.float64(total) / size + eps))
-                for channel in range(size):
-                    scaled = rounded(widen(inputs[row, channel]) * inverse, outputs)
-                    outputs[row, channel] = narrowed(widen(weight[channel]) * scaled, outputs)
+                _normalize(inputs[row], outputs[row], weight, size, eps)
 
     rows = scalar(narrow)[:, ::1]
     return compile_kernel(normalize, void(rows, rows, scalar(narrow)[::1], int64[::1], float32), parallel=parallel)
+
+
+@kernel_factory
+def _add_and_normalize_kernel(narrow: bool, parallel: bool) -> Kernel:
+    def add(
+        inputs: Any, updates: Any, sums: Any, outputs: Any, weight: Any, bounds: Any, multiplier: Any, eps: Any
+    ) -> None:
+        size = inputs.shape[1]
+        for share in prange(len(bounds) - 1):
+            for row in range(bounds[share], bounds[share + 1]):
+                for channel in range(size):
+                    update = multiplier * widen(updates[row, channel])
+                    sums[row, channel] = narrowed(widen(inputs[row, channel]) + update, sums)
+                _normalize(sums[row], outputs[row], weight, size, eps)
+
+    rows, bounds = scalar(narrow)[:, ::1], int64[::1]
+    signature = void(rows, rows, rows, rows, scalar(narrow)[::1], bounds, float32, float32)
+    return compile_kernel(add, signature, parallel=parallel)
+
+
+@njit(inline="always")
+def _normalize(inputs: Any, outputs: Any, weight: Any, size: Any, eps: Any) -> None:
+    """One row of `rms_norm`."""
+    total = np.float32(0)
+    for channel in range(size):
+        value = widen(inputs[channel])
+        total += value * value
+    # Rounded once, because it scales every row in every norm.
+    inverse = np.float32(1 / np.sqrt(np.float64(total) / size + eps))
+    for channel in range(size):
+        scaled = rounded(widen(inputs[channel]) * inverse, outputs)
+        outputs[channel] = narrowed(widen(weight[channel]) * scaled, outputs)
 
 
 @kernel_factory

@@ -21,7 +21,7 @@ from megatron_runtime.model.kernels.panel_rows import CACHE_LINE, pad_rows, writ
 from megatron_runtime.model.kernels.product_instructions import COLUMNS, ROWS, WORD_BYTES, multiply_words
 from megatron_runtime.model.kernels.threads import can_share_threads, kernel_threads
 
-_CACHED_BYTES = 1 << 18
+_CACHED_BYTES = 1 << 19
 """Bytes of the inputs that are multiplied with all panels before the next ones: a part of a second-level cache."""
 _SHARES = 4
 """Parts of the work for each thread, at least, if there are so many."""
@@ -91,7 +91,8 @@ def _rows_together(rows: int, row_bytes: int, panels: int) -> int:
     """Rows that are multiplied with all panels before the next ones: as many as stay in the cache, and leave enough
     parts of the work for the threads."""
     cached, shared = _CACHED_BYTES // row_bytes, rows * panels // (_SHARES * kernel_threads())
-    return max(min(cached, shared) // ROWS, 1) * ROWS
+    blocks = -(-rows // (max(min(cached, shared) // ROWS, 1) * ROWS))
+    return -(-rows // blocks)  # blocks of equal size, since threads have equal numbers of them
 
 
 @kernel_factory
