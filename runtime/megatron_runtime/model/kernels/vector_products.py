@@ -44,7 +44,8 @@ def pack(matrix: Tensor) -> Tensor:
     """
     height, width = matrix.shape
     channels = WORD_BYTES // matrix.element_size()
-    padded = functional.pad(matrix, (0, -width % channels, 0, -height % COLUMNS)).contiguous()
+    padding = (0, -width % channels, 0, -height % COLUMNS)
+    padded = functional.pad(matrix, padding) if any(padding) else matrix.contiguous()
     words = padded.view(torch.int32).view(len(padded) // COLUMNS, COLUMNS, -1)
     return words.transpose(1, 2).contiguous().view(matrix.dtype)
 
