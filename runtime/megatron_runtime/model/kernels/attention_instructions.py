@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 
 from megatron_runtime.model.kernels.vector_instructions import (
     LANES,
+    ChannelDot,
     PairDot,
     constant,
     floats,
@@ -24,6 +25,7 @@ from megatron_runtime.model.kernels.vector_instructions import (
     lane_sums,
     load,
     load_numbers,
+    offset,
     prefetch,
     shuffled,
     spread,
@@ -50,23 +52,6 @@ class _Sizes:
         """That share the sums over the lanes."""
         self.parts = 4 if has_wide_registers else 2
         """Vectors of a value that are summed together."""
-
-
-class _Dot:
-    """Adds the products of channels of float32 in each lane."""
-
-    def __init__(self, array: Any, lanes: int) -> None:
-        self._array = array
-        self.channels = lanes
-        """That one instruction multiplies."""
-
-    def load(self, builder: Any, address: Any) -> Any:
-        """Channels at an address."""
-        return load_numbers(builder, self._array, address, self.channels)
-
-    def add(self, builder: Any, sums: Any, one: Any, other: Any) -> Any:
-        """The sums with the products."""
-        return fused(builder, one, other, sums)
 
 
 def _has_pair_dots(context: Any, array: Any, channels: int) -> bool:
@@ -123,7 +108,7 @@ class _Scores:
         self._query, self._key, self.count, self._scores = query, key, count, scores
         self._columns, self._scale, self._ahead = columns, scale, ahead
         self.sizes = _Sizes(context, width)
-        self._dot = PairDot() if _has_pair_dots(context, array, width) else _Dot(array, self.sizes.lanes)
+        self._dot = PairDot() if _has_pair_dots(context, array, width) else ChannelDot(array, self.sizes.lanes)
 
     def generate(self, queries: int, first: Any, keys: int) -> None:
         """The products of some queries with some keys, the first of which has this index."""
@@ -139,14 +124,14 @@ class _Scores:
             products = lane_sums(builder, [builder.load(total) for total in sums[row]])
             scaled = builder.fmul(products, spread(builder, self._scale, keys))
             index = builder.add(builder.mul(self._columns, _NUMBER(row)), first)
-            store(builder, scaled, _offset(builder, self._scores, index, _FLOAT_BYTES))
+            store(builder, scaled, offset(builder, self._scores, index, _FLOAT_BYTES))
 
     def _add(self, sums: Sequence[Sequence[Any]], key: Any, channel: Any) -> None:
         """Add the products from this channel on to the sums [queries][keys]; ``key`` is the first key's address."""
         builder, row_bytes = self._builder, self._width * self._item
-        at = _offset(builder, key, channel, self._item)
+        at = offset(builder, key, channel, self._item)
         loaded = [self._dot.load(builder, builder.add(at, _NUMBER(each * row_bytes))) for each in range(len(sums[0]))]
-        place = _offset(builder, self._query, channel, self._item)
+        place = offset(builder, self._query, channel, self._item)
         for row, totals in enumerate(sums):
             factor = self._dot.load(builder, builder.add(place, _NUMBER(row * row_bytes)))
             for total, one in zip(totals, loaded, strict=True):
@@ -236,7 +221,7 @@ class _Mix:
         ]
         for row, line in enumerate(totals):
             place = builder.add(builder.mul(self._columns, _NUMBER(row)), index)
-            share = load(builder, _offset(builder, self._shares, place, _FLOAT_BYTES), ir.FloatType())
+            share = load(builder, offset(builder, self._shares, place, _FLOAT_BYTES), ir.FloatType())
             factor = spread(builder, share, lanes)
             for total, value in zip(line, loaded, strict=True):
                 builder.store(fused(builder, factor, value, builder.load(total)), total)
@@ -273,10 +258,6 @@ def _numbers(builder: Any, number: Any) -> Iterator[int]:
     for value in range(1, TOGETHER + 1):
         with builder.if_then(builder.icmp_signed("==", number, _NUMBER(value))):
             yield value
-
-
-def _offset(builder: Any, base: Any, index: Any, item_bytes: int) -> Any:
-    return builder.add(base, builder.mul(index, _NUMBER(item_bytes)))
 
 
 def _for_each(builder: Any, count: int, generate: Callable[[Any], None]) -> None:

@@ -21,7 +21,9 @@ from megatron_runtime.model.kernels.vector_instructions import (
     lane_sum,
     load,
     load_numbers,
+    offset,
     spread,
+    store,
     store_numbers,
     variable,
 )
@@ -57,7 +59,8 @@ def _project_by_type(_: Any, rows: Any, array: Any, vectors: Any, inputs: Any, m
                     total = totals[line, row]
                     builder.store(fused(builder, given[row], weights, builder.load(total)), total)
         for place, total in enumerate(totals.values()):
-            _store(builder, lane_sum(builder, builder.load(total)), products, place)
+            address = builder.add(products, products.type(place * _FLOAT_BYTES))
+            store(builder, lane_sum(builder, builder.load(total)), address)
         return context.get_dummy_value()
 
     return types.void(rows, array, vectors, inputs, matrix, products), generate
@@ -79,15 +82,15 @@ def _expand_by_type(
         zeros, size = constant(floats(together), 0.0), _item_bytes(array)
         totals = [variable(builder, zeros) for _ in range(count)]
         with cgutils.for_range(builder, rank) as loop:
-            place = _offset(builder, matrix, builder.mul(loop.index, width), size)
+            place = offset(builder, matrix, builder.mul(loop.index, width), size)
             weights = load_numbers(builder, array, place, together)
             first = builder.mul(loop.index, width.type(count))
             for row, total in enumerate(totals):
-                place = _offset(builder, factors, builder.add(first, width.type(row)), _FLOAT_BYTES)
+                place = offset(builder, factors, builder.add(first, width.type(row)), _FLOAT_BYTES)
                 factor = spread(builder, load(builder, place, ir.FloatType()), together)
                 builder.store(fused(builder, factor, weights, builder.load(total)), total)
         for row, total in enumerate(totals):
-            place = _offset(builder, outputs, builder.mul(width, width.type(row)), size)
+            place = offset(builder, outputs, builder.mul(width, width.type(row)), size)
             sums = builder.fadd(load_numbers(builder, array, place, together), builder.load(total))
             store_numbers(builder, array, sums, place)
         return context.get_dummy_value()
@@ -107,13 +110,4 @@ def _item_bytes(array: Any) -> int:
 def _place(builder: Any, base: Any, line: int, vectors: Any, index: Any, vector_bytes: int) -> Any:
     """Address of a vector of a line, of which each has ``vectors``."""
     first = builder.mul(vectors, vectors.type(line))
-    return _offset(builder, base, builder.add(first, index), vector_bytes)
-
-
-def _offset(builder: Any, base: Any, index: Any, item_bytes: int) -> Any:
-    return builder.add(base, builder.mul(index, index.type(item_bytes)))
-
-
-def _store(builder: Any, value: Any, base: Any, index: int) -> None:
-    place = builder.add(base, base.type(index * _FLOAT_BYTES))
-    builder.store(value, builder.inttoptr(place, value.type.as_pointer()))
+    return offset(builder, base, builder.add(first, index), vector_bytes)

@@ -16,12 +16,13 @@ from numba.extending import intrinsic
 from megatron_runtime.model.kernels.vector_instructions import (
     LANES,
     LINE_BYTES,
+    ChannelDot,
     PairDot,
     constant,
     floats,
-    fused,
     load,
     load_numbers,
+    offset,
     prefetch,
     spread,
     store,
@@ -84,14 +85,15 @@ class _Products:
     ) -> None:  # fmt: skip
         self._builder, self._words, self._inputs, self._row_bytes = builder, words, inputs, row_bytes
         self._panel, self._ahead, self._second, self._products = panel, ahead, second, products
-        self._dot = PairDot() if isinstance(array.dtype, types.Integer) else None
-        self._word = ir.FloatType() if self._dot is None else ir.IntType(32)
+        is_narrow = isinstance(array.dtype, types.Integer)
+        self._dot = PairDot() if is_narrow else ChannelDot(array, LANES)
+        self._word = ir.IntType(32) if is_narrow else ir.FloatType()
 
     def generate(self, rows: int) -> None:
         """The products of a number of rows."""
         builder, zeros = self._builder, constant(floats(LANES), 0.0)
         sums = [[variable(builder, zeros) for _ in range(PARTS)] for _ in range(rows)]
-        lines = [self._place(self._inputs, self._row_bytes, row) for row in range(rows)]
+        lines = [builder.add(self._inputs, builder.mul(self._row_bytes, self._number(row))) for row in range(rows)]
         with cgutils.for_range(builder, self._words) as loop:
             self._add(sums, lines, loop.index)
         for row, totals in enumerate(sums):
@@ -102,26 +104,15 @@ class _Products:
     def _add(self, sums: list[list[Any]], lines: list[Any], word: Any) -> None:
         """Add the products of a word of each row, whose addresses are ``lines``."""
         builder = self._builder
-        begin = builder.mul(word, self._number(COLUMNS * WORD_BYTES))
-        ahead = builder.add(self._ahead, begin)
+        ahead = offset(builder, self._ahead, word, COLUMNS * WORD_BYTES)
         for line in (ahead, builder.add(ahead, self._second)):
             prefetch(builder, line, LINE_BYTES)
-        kind, at = ir.VectorType(self._word, LANES), builder.add(self._panel, begin)
+        kind, at = ir.VectorType(self._word, LANES), offset(builder, self._panel, word, COLUMNS * WORD_BYTES)
         weights = [load(builder, builder.add(at, self._number(part * LINE_BYTES)), kind) for part in range(PARTS)]
         for line, totals in zip(lines, sums, strict=True):
-            place = builder.add(line, builder.mul(word, self._number(WORD_BYTES)))
-            given = spread(builder, load(builder, place, self._word))
+            given = spread(builder, load(builder, offset(builder, line, word, WORD_BYTES), self._word))
             for total, weight in zip(totals, weights, strict=True):
-                before = builder.load(total)
-                added = (
-                    fused(builder, given, weight, before)
-                    if self._dot is None
-                    else self._dot.add(builder, before, given, weight)
-                )
-                builder.store(added, total)
-
-    def _place(self, base: Any, distance: Any, index: int) -> Any:
-        return self._builder.add(base, self._builder.mul(distance, self._number(index)))
+                builder.store(self._dot.add(builder, builder.load(total), given, weight), total)
 
     def _number(self, value: int) -> Any:
         return self._words.type(value)

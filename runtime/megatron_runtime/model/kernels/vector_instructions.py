@@ -72,6 +72,11 @@ def fused(builder: Any, factor: Any, other: Any, added: Any) -> Any:
     return builder.call(function, [factor, other, added])
 
 
+def offset(builder: Any, base: Any, index: Any, item_bytes: int) -> Any:
+    """The address of an item, of which the first one is at ``base``."""
+    return builder.add(base, builder.mul(index, index.type(item_bytes)))
+
+
 def store(builder: Any, value: Any, address: Any) -> None:
     """Write a value at an address, which need not be aligned."""
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=1)
@@ -93,8 +98,25 @@ def variable(builder: Any, value: Any) -> Any:
     return cgutils.alloca_once_value(builder, value)  # type: ignore[no-untyped-call]
 
 
+class ChannelDot:
+    """Each lane adds the products of one channel in float32."""
+
+    def __init__(self, array: Any, lanes: int) -> None:
+        self._array = array
+        self.channels = lanes
+        """That one instruction multiplies."""
+
+    def load(self, builder: Any, address: Any) -> Any:
+        """Channels at an address."""
+        return load_numbers(builder, self._array, address, self.channels)
+
+    def add(self, builder: Any, sums: Any, one: Any, other: Any) -> Any:
+        """The sums with the products."""
+        return fused(builder, one, other, sums)
+
+
 class PairDot:
-    """VDPBF16PS (AVX512-BF16): each lane adds the products of two channels in bfloat16."""
+    """The same for two channels in bfloat16, by VDPBF16PS (AVX512-BF16)."""
 
     channels = 2 * LANES
     _pairs = ir.VectorType(ir.IntType(32), LANES)
