@@ -20,12 +20,12 @@ from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.head import Head
 from megatron_runtime.model.hidden_pool import HiddenPool
 from megatron_runtime.model.kernel_warm_up import use_kernels
-from megatron_runtime.model.kernels import cpu_attention, row_kernels, tile_products, vector_products
+from megatron_runtime.model.kernels import cpu_attention, row_kernels
 from megatron_runtime.model.kernels.gpu_attention import cache_dtype
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.lora.adapter_slots import AdapterSlots
 from megatron_runtime.model.norms import NO_NORM
-from megatron_runtime.model.packed_linear import can_pack, pack_linears
+from megatron_runtime.model.packed_linear import can_pack, pack_linears, prepare_products
 from megatron_runtime.model.placements import Placement, layer_placements, norm_placements, whole
 from megatron_runtime.model.positions import Positions
 from megatron_runtime.model.recurrence import RecurrentPlan, prepare_recurrence
@@ -149,8 +149,7 @@ class Decoder(nn.Module):
         if self.device.type == "cpu":
             cpu_attention.prepare(attention_kind(self.config).cache_layout, self.dtype)
             row_kernels.prepare(self.dtype)
-            tile_products.prepare(self.dtype)
-            vector_products.prepare(self.dtype)
+            prepare_products(self.dtype)
             if self.config.recurrent is not None:
                 prepare_recurrence(self.config.recurrent)
         elif block_size_tokens is not None:

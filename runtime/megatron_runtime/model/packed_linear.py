@@ -103,11 +103,21 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear | PanelLinear:
     """Made of a matrix and a bias whose dtype `can_pack` accepts."""
-    if weight.dtype is torch.bfloat16 and tile_products.can_use_tiles():
+    if _uses_tiles(weight.dtype):
         return TileLinear(weight, bias)
     if vector_products.can_use_vectors(weight.dtype):
         return VectorLinear(weight, bias)
     return PackedLinear(weight, bias)
+
+
+def prepare_products(dtype: torch.dtype) -> None:
+    """Compile the kernels of matrices of a dtype now, so that the first request does not wait for them."""
+    products = tile_products if _uses_tiles(dtype) else vector_products
+    products.prepare(dtype)
+
+
+def _uses_tiles(dtype: torch.dtype) -> bool:
+    return dtype is torch.bfloat16 and tile_products.can_use_tiles()
 
 
 def pack_linears(module: nn.Module) -> None:

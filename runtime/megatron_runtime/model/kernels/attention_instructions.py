@@ -228,7 +228,7 @@ class _Mix:
 
 
 def _largest_by_type(_: Any, address: Any, count: Any) -> Any:
-    """The largest of ``count`` numbers of float32, a literal and a multiple of LANES; NaN are ignored."""
+    """The largest of ``count`` numbers of float32, a literal and a multiple of LANES. With a NaN, any of them."""
 
     def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         kind = floats(LANES)

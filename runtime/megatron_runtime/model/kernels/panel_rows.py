@@ -10,8 +10,6 @@ from numba import njit
 from megatron_runtime.model.kernels.compiled import narrowed, widen
 from megatron_runtime.model.kernels.product_instructions import COLUMNS, round_products
 
-CACHE_LINE = 64
-
 
 @njit(inline="always")
 def pad_rows(inputs: Any, begin: Any, end: Any, padded: Any, multiple: Any) -> None:

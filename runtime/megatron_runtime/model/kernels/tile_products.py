@@ -20,7 +20,7 @@ from torch.nn import functional
 from megatron_runtime.cpu_features import has_bfloat16_tiles
 from megatron_runtime.model.kernels.compiled import as_array, compile_kernel, even_shares
 from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
-from megatron_runtime.model.kernels.panel_rows import CACHE_LINE, pad_rows, write_products
+from megatron_runtime.model.kernels.panel_rows import pad_rows, write_products
 from megatron_runtime.model.kernels.threads import can_share_threads
 from megatron_runtime.model.kernels.tile_instructions import (
     BLOCK,
@@ -33,6 +33,7 @@ from megatron_runtime.model.kernels.tile_instructions import (
     end_tiles,
     multiply_tiles,
 )
+from megatron_runtime.model.kernels.vector_instructions import LINE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ def _product_kernel() -> Kernel:
     ) -> None:
         rows = len(inputs)
         # Rows at distances of whole pages would compete for the same lines of a cache.
-        row_bytes = steps * STEP_BYTES + CACHE_LINE
+        row_bytes = steps * STEP_BYTES + LINE_BYTES
         for share in prange(len(shares) - 1):
             begin_tiles(configuration.ctypes.data)
             products = np.empty((BLOCK, BLOCK), np.float32)

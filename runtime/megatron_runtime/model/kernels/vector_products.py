@@ -17,9 +17,10 @@ from torch.nn import functional
 from megatron_runtime.cpu_features import has_bfloat16_vectors, has_wide_vectors
 from megatron_runtime.model.kernels.compiled import as_array, compile_kernel, even_shares, scalar
 from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
-from megatron_runtime.model.kernels.panel_rows import CACHE_LINE, pad_rows, write_products
+from megatron_runtime.model.kernels.panel_rows import pad_rows, write_products
 from megatron_runtime.model.kernels.product_instructions import COLUMNS, ROWS, WORD_BYTES, multiply_words
 from megatron_runtime.model.kernels.threads import can_share_threads, kernel_threads
+from megatron_runtime.model.kernels.vector_instructions import LINE_BYTES
 
 _CACHED_BYTES = 1 << 19
 """Bytes of the inputs that are multiplied with all panels before the next ones: a part of a second-level cache."""
@@ -107,7 +108,7 @@ def _product_kernel(narrow: bool, parallel: bool) -> Kernel:
         count = len(panels) * item // panel_bytes
         for share in prange(len(shares) - 1):
             products = np.empty((ROWS, COLUMNS), np.float32)
-            row_bytes = words * WORD_BYTES + CACHE_LINE if is_copied else given_bytes
+            row_bytes = words * WORD_BYTES + LINE_BYTES if is_copied else given_bytes
             padded = np.empty((together if is_copied else 0, row_bytes // item), inputs.dtype)
             held = -1
             for part in range(shares[share], shares[share + 1]):
@@ -129,8 +130,8 @@ def _product_kernel(narrow: bool, parallel: bool) -> Kernel:
                     first = turn * size
                     number = min(size, end - begin - first)
                     # The first two turns fetch a line each for every word, or a single one both.
-                    ahead = following + turn * CACHE_LINE if turn < 2 else w
-                    second = CACHE_LINE if turns == 1 else 0
+                    ahead = following + turn * LINE_BYTES if turn < 2 else w
+                    second = LINE_BYTES if turns == 1 else 0
                     at, to = x + first * row_bytes, products.ctypes.data
                     multiply_words(inputs, number, words, at, row_bytes, w, ahead, second, to)
                     write_products(products, bias, outputs, begin + first, number, panel * COLUMNS)
