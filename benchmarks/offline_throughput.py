@@ -3,10 +3,12 @@
 A random Llama of 110 million parameters, by default in float32; 32 prompts of 128 tokens, 128 greedy tokens each. Every
 contender is a process with the Python of its own environment and with the model loaded. It computes the job once to
 warm up, and then runs in turn with ours; the one that waits is stopped. Compare the ratios of the pairs; absolute
-numbers apply to one machine only. README.md describes how to install the peers.
+numbers apply to one machine only. README.md describes how to install the peers. With --gguf, ours and llama.cpp read
+the same file, whose weights stay quantized in both.
 
     python benchmarks/offline_throughput.py                      # ours beside transformers' generate
     python benchmarks/offline_throughput.py --pairs 5 --threads 2 --dtype bfloat16 --peer vllm=/path/to/bin/python
+    python benchmarks/offline_throughput.py --gguf model.gguf --prompts 1 --peer llama-cpp=/path/to/bin/python
 """
 
 from __future__ import annotations
@@ -32,6 +34,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"vocab_size": 500, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2},
 }
 HEAD = 64
+READS_GGUF = "llama-cpp"
+"""The peer that reads GGUF files."""
+FEWEST_TOKENS = 1000
+"""A vocabulary of every GGUF file has so many."""
 
 
 @dataclass(frozen=True)
@@ -137,21 +143,28 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="data type of every contender"
     )
-    parser.add_argument("--model", choices=MODELS, default="110m", help="tiny is for testing a peer")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", choices=MODELS, default="110m", help="tiny is for testing a peer")
+    model.add_argument("--gguf", type=Path, help=f"a file for ours and {READS_GGUF}, which has its own --dtype")
     parser.add_argument("--prompts", type=positive, default=32)
     parser.add_argument("--prompt-tokens", type=positive, default=128)
     parser.add_argument("--new-tokens", type=positive, default=128, help="per prompt")
-    return parser.parse_args()
+    chosen = parser.parse_args()
+    if chosen.gguf is not None and {name for name, _ in chosen.peer or []} != {READS_GGUF}:
+        parser.error(f"--gguf {chosen.gguf}: the only peer that reads it is --peer {READS_GGUF}=PYTHON")
+    return chosen
 
 
 def main() -> None:
     """Measures and prints each pair, then the table; exit status 1 if a peer could not be measured."""
     chosen = parse()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "checkpoint"
-        write_checkpoint(folder, chosen.model)
-        prompts = make_prompts(chosen.prompts, chosen.prompt_tokens, MODELS[chosen.model]["vocab_size"])
-        job = Job(folder, Path(name), chosen.dtype, chosen.threads, prompts, chosen.new_tokens)
+        checkpoint, vocabulary = chosen.gguf, FEWEST_TOKENS
+        if checkpoint is None:
+            checkpoint, vocabulary = Path(name) / "checkpoint", MODELS[chosen.model]["vocab_size"]
+            write_checkpoint(checkpoint, chosen.model)
+        prompts = make_prompts(chosen.prompts, chosen.prompt_tokens, vocabulary)
+        job = Job(checkpoint, Path(name), chosen.dtype, chosen.threads, prompts, chosen.new_tokens)
         peers = dict(chosen.peer or [("transformers", sys.executable)])
         measured, failures = compete(job, peers, chosen.pairs)
     if measured:

@@ -29,15 +29,17 @@ NAMES = {
 
 class Sequences:
     def __init__(self, job: Job) -> None:
-        kind = gguf.GGMLQuantizationType[choose(job.dtype, TYPES)]
-        path = job.work / "model.gguf"
-        write_gguf(job.folder, path, kind)
+        settings = llama_cpp.llama_context_default_params()
+        path = job.folder
+        if not path.is_file():
+            kind = gguf.GGMLQuantizationType[choose(job.dtype, TYPES)]
+            path = job.work / "model.gguf"
+            write_gguf(job.folder, path, kind)
+            settings.type_k = settings.type_v = kind.value
         self.prompts = job.prompts
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
-        settings = llama_cpp.llama_context_default_params()
         settings.n_ctx, settings.n_seq_max = len(job.prompts) * job.length, len(job.prompts)
         settings.n_threads = settings.n_threads_batch = job.threads
-        settings.type_k = settings.type_v = kind.value
         self.context = llama_cpp.llama_init_from_model(self.model, settings)
         if not self.context:
             raise RuntimeError("llama.cpp created no context; see its messages above")

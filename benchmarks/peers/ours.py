@@ -27,7 +27,7 @@ class Ours:
         config = InferenceConfig(
             kv_cache_memory_bytes=1 << 30, max_requests=len(job.prompts), max_sequence_length=job.length
         )
-        model = load_model(job.folder, dtype=job.dtype)
+        model = load_model(job.folder, dtype=job.dtype, quantized_weights="keep")
         self.llm = MegatronLLM(model=model, tokenizer=load_tokenizer(job.folder), inference_config=config)
 
     def run(self, new_tokens: int) -> list[list[int]]:

@@ -27,7 +27,7 @@ class Job:
     """The job of a contender."""
 
     folder: Path
-    """Checkpoint in float32 in the format of transformers: config.json, model.safetensors."""
+    """Checkpoint in float32 in the format of transformers: config.json, model.safetensors. Or a GGUF file."""
     work: Path
     """Initially empty folder of the contender, for the checkpoint in its own format."""
     dtype: str

@@ -117,3 +117,19 @@ def test_a_run_prints_the_ratio_to_a_peer_and_why_another_was_not_measured() -> 
     assert "llama-cpp ended during 'load'" in done.stderr
     assert "No module named 'llama_cpp'" in done.stderr
     assert done.returncode == 1
+
+
+def test_a_gguf_file_is_refused_for_peers_that_cannot_read_it() -> None:
+    program = [sys.executable, BENCHMARKS / "offline_throughput.py", "--gguf=a.gguf", "--peer=transformers"]
+    done = subprocess.run(program, capture_output=True, text=True)
+    assert "--gguf a.gguf: the only peer that reads it is --peer llama-cpp=PYTHON" in done.stderr
+    assert done.returncode == 2
+
+
+def test_ours_and_llama_cpp_get_the_gguf_file_itself(smollm2_path: Path) -> None:
+    options = [f"--gguf={smollm2_path}", "--prompts=1", "--prompt-tokens=8", "--new-tokens=3", "--threads=1"]
+    program = [sys.executable, BENCHMARKS / "offline_throughput.py", *options, f"--peer=llama-cpp={sys.executable}"]
+    done = subprocess.run(program, capture_output=True, text=True)
+    assert done.stdout.splitlines()[0].endswith("1 threads, float32")
+    assert "No module named 'llama_cpp'" in done.stderr
+    assert done.returncode == 1

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from megatron_runtime.model.kernels.compiled import address
 from megatron_runtime.model.kernels.row_kernels import WORTH_SHARING, add_and_normalize, gated_silu, rms_norm, sigmoid
 
 SIZE, EPS = 52, 1e-5
@@ -54,14 +55,15 @@ def test_a_kernel_computes_its_formula(kernel: Rows, plain: Rows, dtype: torch.d
 
 @KERNELS
 @TYPES
-def test_a_row_has_the_same_bits_in_any_company(kernel: Rows, plain: Rows, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("count", [9, WORTH_SHARING // (SIZE // 2) + 1])
+def test_a_row_has_the_same_bits_in_any_company(kernel: Rows, plain: Rows, dtype: torch.dtype, count: int) -> None:
     del plain
-    rows = random_rows(9, dtype)
+    rows = random_rows(count, dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     together = kernel(rows)
     torch.set_num_threads(before)
-    assert all(torch.equal(kernel(rows[i : i + 1])[0], together[i]) for i in range(len(rows)))
+    assert all(torch.equal(kernel(rows[i : i + 1])[0], together[i]) for i in range(9))
 
 
 @KERNELS
@@ -82,6 +84,11 @@ def test_a_norm_is_over_the_last_of_any_dimensions(shape: tuple[int, ...]) -> No
 def test_a_norm_accepts_rows_that_are_not_contiguous() -> None:
     rows = torch.randn(5, 3 * SIZE)[:, SIZE : 2 * SIZE]
     assert torch.equal(normalized(rows), normalized(rows.contiguous()))
+
+
+def test_a_kernel_gets_no_address_of_memory_with_gaps() -> None:
+    with pytest.raises(AssertionError):
+        address(torch.zeros(4, 6)[:, :3])
 
 
 @TYPES

@@ -14,7 +14,9 @@ from numba import float32, int32, int64, njit, prange, void
 
 from megatron_runtime.model.kernels.attention_instructions import TOGETHER, largest, mix_values, score_keys
 from megatron_runtime.model.kernels.compiled import (
+    array_at,
     compile_kernel,
+    element,
     exponential,
     narrowed,
     rounded,
@@ -33,13 +35,16 @@ NEVER = np.float32(-3e38)
 def attention_kernel(key_width: int, value_width: int, values_in_keys: bool, narrow: bool) -> Kernel:
     """The compiled ``attend``, for keys and values of these widths.
 
-    With ``values_in_keys`` a value is the last ``value_width`` channels of its rotated key; then ``values`` is
-    ``keys``, and ``heads`` has no values. Otherwise both widths are the same.
+    With ``values_in_keys`` a value is the last ``value_width`` channels of its rotated key; then ``value_pool`` is
+    ``key_pool``, and ``given`` has no values. Otherwise both widths are the same.
 
     Args of the kernel:
-        heads: [T, heads + 2 * kv heads, key_width], each token's queries, keys and values, before the rotation.
-        seen: [T, heads, value_width], the output. keys, values: [num_blocks, kv heads, block_size_tokens, width]; the
-            new ones are written at ``slots``.
+        given: Address of [T, query heads + 2 * kv heads, key_width], each token's queries, keys and values, before the
+            rotation.
+        output, query_heads: Address of [T, query heads, value_width], and the number of query heads.
+        key_pool, value_pool: Addresses of [num_blocks, kv heads, size, key_width]; the new keys and values are written
+            at ``slots``.
+        num_blocks, kv_heads, size: These numbers. A block has ``size`` tokens.
         slots: int64 [T].
         tables: int32 [R, W], blocks of each request.
         tiles: int32 [N, 4], consecutive queries of a request: its row in ``tables``, the row and position of the first
@@ -57,11 +62,17 @@ def attention_kernel(key_width: int, value_width: int, values_in_keys: bool, nar
 
     ``narrow``: Floating-point arrays contain the bits of bfloat16 as uint16; else float32.
     """
+    kind, arrays = element(narrow), 1 if values_in_keys else 2
 
     def attend(
-        heads: Any, seen: Any, keys: Any, values: Any, slots: Any, tables: Any, tiles: Any, rows: Any, pairs: Any,
-        groups: int, cosines: Any, sines: Any, window: int, chunked: int, sinks: Any, soft_cap: Any,
+        given: int, output: int, query_heads: int, key_pool: int, value_pool: int, num_blocks: int, kv_heads: int,
+        size: int, slots: Any, tables: Any, tiles: Any, rows: Any, pairs: Any, groups: int, cosines: Any, sines: Any,
+        window: int, chunked: int, sinks: Any, soft_cap: Any,
     ) -> None:  # fmt: skip
+        heads = array_at(given, (len(slots), query_heads + arrays * kv_heads, key_width), kind)
+        seen = array_at(output, (len(slots), query_heads, value_width), kind)
+        keys = array_at(key_pool, (num_blocks, kv_heads, size, key_width), kind)
+        values = array_at(value_pool, (num_blocks, kv_heads, size, key_width), kind)
         for share in prange(len(rows) - 1):
             _store(heads, keys, values, slots, rows[share], rows[share + 1], cosines, sines, key_width, values_in_keys)
         for share in prange(len(pairs) - 1):
@@ -70,16 +81,13 @@ def attention_kernel(key_width: int, value_width: int, values_in_keys: bool, nar
                 window, chunked, sinks, soft_cap, key_width, value_width,
             )  # fmt: skip
 
-    stored = scalar(narrow)
-    tokens, pool, turns = stored[:, :, ::1], stored[:, :, :, ::1], stored[:, ::1]
-    table, bounds = int32[:, ::1], int64[::1]
-    return compile_kernel(
-        attend,
-        void(
-            *(tokens, tokens, pool, pool, bounds, table, table, bounds, bounds, int64, turns, turns),
-            *(int64, int64, float32[::1], float32),
-        ),
-    )
+    return compile_kernel(attend, _signature(narrow))
+
+
+def _signature(narrow: bool) -> Any:
+    turns, table, bounds = scalar(narrow)[:, ::1], int32[:, ::1], int64[::1]
+    tables = bounds, table, table, bounds, bounds, int64
+    return void(*[int64] * 8, *tables, turns, turns, int64, int64, float32[::1], float32)
 
 
 @njit(inline="always")

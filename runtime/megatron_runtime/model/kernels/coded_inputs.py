@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_runtime.model.formats.coded_rows import BLOCK, Coding
 from megatron_runtime.model.kernels.block_rounding import largest_bits, round_to_bytes
-from megatron_runtime.model.kernels.compiled import as_array, compile_kernel, even_shares, scalar
+from megatron_runtime.model.kernels.compiled import address, array_at, compile_kernel, element, even_shares
 from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
 from megatron_runtime.model.kernels.row_kernels import WORTH_SHARING
 
@@ -53,7 +53,8 @@ def code_inputs(inputs: Tensor, coding: Coding) -> CodedInputs:
     )
     kernel = _code_kernel(inputs.dtype is torch.bfloat16, inputs.numel() >= WORTH_SHARING)
     arrays = (coded.codes, coded.scales, coded.starts, coded.sums)
-    kernel(as_array(inputs.contiguous()), *arrays, groups, coding.offset, even_shares(-(-rows // TILE)))
+    given = inputs.contiguous()
+    kernel(address(given), rows, columns, *arrays, groups, coding.offset, even_shares(-(-rows // TILE)))
     return coded
 
 
@@ -71,24 +72,28 @@ def tile_rows(left: Any) -> Any:
 
 @kernel_factory
 def _code_kernel(narrow: bool, parallel: bool) -> Kernel:
+    kind = element(narrow)
+
     def code(
-        inputs: Any, codes: Any, scales: Any, starts: Any, sums: Any, groups: Any, offset: Any, shares: Any
-    ) -> None:
+        given: Any, height: Any, columns: Any, codes: Any, scales: Any, starts: Any, sums: Any, groups: Any,
+        offset: Any, shares: Any,
+    ) -> None:  # fmt: skip
         for share in prange(len(shares) - 1):
-            first, last = shares[share] * TILE, min(shares[share + 1] * TILE, len(inputs))
+            inputs = array_at(given, (height, columns), kind)
+            first, last = shares[share] * TILE, min(shares[share + 1] * TILE, height)
             while first < last:
                 rows = tile_rows(last - first)
                 for row in range(rows):
-                    _code_row(inputs, codes, scales, starts, sums, groups, offset, first, rows, row)
+                    code_row(inputs, codes, scales, starts, sums, groups, offset, first, rows, row)
                 first += rows
 
     floats = float32[::1]
-    signature = void(scalar(narrow)[:, ::1], int8[::1], floats, int32[::1], floats, int64, int64, int64[::1])
+    signature = void(int64, int64, int64, int8[::1], floats, int32[::1], floats, int64, int64, int64[::1])
     return compile_kernel(code, signature, parallel=parallel, fast=False)
 
 
 @njit(inline="always")
-def _code_row(
+def code_row(
     inputs: Any,
     codes: Any,
     scales: Any,
@@ -100,7 +105,7 @@ def _code_row(
     rows: Any,
     row: Any,
 ) -> None:
-    """One row of the tile that begins with the row ``first``."""
+    """In compiled code: one row of the tile that begins with the row ``first``."""
     blocks = inputs.shape[1] // BLOCK
     half = BLOCK // 2
     for block in range(blocks):

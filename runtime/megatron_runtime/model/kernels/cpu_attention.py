@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -11,7 +14,7 @@ from megatron_runtime.model.cache_layout import CacheLayout
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kernels import latent_products
 from megatron_runtime.model.kernels.attention_kernels import attention_kernel
-from megatron_runtime.model.kernels.compiled import KINDS, as_array, even_shares
+from megatron_runtime.model.kernels.compiled import KINDS, address, as_array, even_shares
 from megatron_runtime.model.kernels.threads import kernel_threads
 from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.rotary import Rotation
@@ -22,6 +25,7 @@ TILE = 16
 HEADS_TOGETHER = 16
 """Maximum of query heads of a key head that one thread processes together; more are divided into groups."""
 UNLIMITED = 1 << 40
+Array = NDArray[Any]
 NO_SINKS = np.empty(0, np.float32)
 
 
@@ -41,6 +45,7 @@ class CpuAttention:
         self._tiles = np.stack((requests, starts[requests] + begins, positions, rows), axis=1).astype(np.int32)
         self._rows = even_shares(len(self._slots))
         self._pairs: dict[int | None, NDArray[np.int64]] = {}
+        self._turns: tuple[Rotation | None, tuple[Array, Array]] | None = None
 
     def attend(
         self,
@@ -54,20 +59,28 @@ class CpuAttention:
         is_chunked: bool = False,
     ) -> Tensor:
         """As in AttentionPlan."""
-        keys, values = as_array(cache[0]), as_array(cache[-1])
-        kv_heads, key_width = keys.shape[1], keys.shape[3]
-        query_heads = heads.shape[1] - len(cache) * kv_heads
+        keys, values = cache[0], cache[-1]
+        num_blocks, kv_heads, size, key_width = keys.shape
+        rows, query_heads = heads.shape[0], heads.shape[1] - len(cache) * kv_heads
         groups = kv_heads * _parts(query_heads // kv_heads)
-        seen = heads.new_empty(len(heads), query_heads, value_width or key_width)
-        cosines, sines = rotation or (heads.new_empty(len(heads), 0),) * 2
-        arrays = (as_array(heads), as_array(seen), keys, values, self._slots, self._tables, self._tiles, self._rows)
-        turns = as_array(cosines.flatten(1)), as_array(sines.flatten(1))
+        seen = heads.new_empty(rows, query_heads, value_width or key_width)
+        assert keys.dtype is heads.dtype
+        tables = self._slots, self._tables, self._tiles, self._rows, self._pairs_of(window, groups)
         reach = UNLIMITED if window is None else window
         chunked = reach if is_chunked and window is not None else 0
         scores = NO_SINKS if sinks is None else as_array(sinks)
         attend = attention_kernel(key_width, seen.shape[2], len(cache) == 1, heads.dtype is torch.bfloat16)
-        attend(*arrays, self._pairs_of(window, groups), groups, *turns, reach, chunked, scores, soft_cap or 0.0)
+        places = address(heads), address(seen), query_heads, address(keys), address(values), num_blocks, kv_heads, size
+        turns = self._turns_of(rotation, heads)
+        attend(*places, *tables, groups, *turns, reach, chunked, scores, soft_cap or 0.0)
         return seen
+
+    def _turns_of(self, rotation: Rotation | None, heads: Tensor) -> tuple[Array, Array]:
+        """Cosines and sines [T, rotated channels]; most layers have those of the layer before."""
+        if self._turns is None or self._turns[0] is not rotation:
+            cosines, sines = rotation or (heads.new_empty(len(heads), 0),) * 2
+            self._turns = rotation, (as_array(cosines.flatten(1)), as_array(sines.flatten(1)))
+        return self._turns[1]
 
     def _pairs_of(self, window: int | None, groups: int) -> NDArray[np.int64]:
         """Start and end of each thread's share of the pairs of a tile and a group of heads, by their contexts."""
@@ -91,6 +104,7 @@ def prepare(layout: CacheLayout, dtype: torch.dtype) -> None:
         latent_products.prepare(dtype)
 
 
+@cache
 def _parts(heads: int) -> int:
     """The smallest number of equal parts of ``heads`` with at most HEADS_TOGETHER each."""
     return next(parts for parts in range(-(-heads // HEADS_TOGETHER), heads + 1) if heads % parts == 0)

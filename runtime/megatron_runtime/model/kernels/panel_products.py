@@ -17,12 +17,23 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from megatron_runtime.model.formats.coded_rows import BLOCK, QUAD, Coding
-from megatron_runtime.model.kernels.vector_instructions import LANES, constant, floats, fused, load, spread, variable
+from megatron_runtime.model.kernels.vector_instructions import (
+    LANES,
+    constant,
+    floats,
+    fused,
+    load,
+    prefetch,
+    spread,
+    variable,
+)
 
 PARTS = 2
 """Vectors of a panel; each row of a matrix has a lane."""
 PANEL = LANES * PARTS
 """Rows of a panel."""
+_AHEAD_BYTES = 4096
+"""Distance of the codes that are prefetched: with few rows, the time is that of reading the matrix."""
 _QUADS = BLOCK // QUAD
 _HALF_QUADS = _QUADS // 2
 
@@ -124,6 +135,9 @@ class _Loop:
 
     def _add_block(self, block: Any, totals: dict[tuple[int, int], Any]) -> None:
         builder, packing = self._builder, self._packing
+        block_bytes = PARTS * packing.vectors * LANES * QUAD
+        ahead = self._sum(self._times(block, block_bytes), _AHEAD_BYTES)
+        prefetch(builder, builder.add(self._addresses["codes"], ahead), block_bytes)
         if packing.has_mins:
             mins = [self._halves("mins", self._sum(self._times(block, PARTS), part)) for part in range(PARTS)]
             for row in range(self._rows):

@@ -12,14 +12,15 @@ from torch import Tensor
 
 from megatron_runtime.model.formats.coded_rows import BLOCK, Coding
 from megatron_runtime.model.kernels import coded_inputs
-from megatron_runtime.model.kernels.coded_inputs import TILE, CodedInputs, tile_rows
+from megatron_runtime.model.kernels.coded_inputs import TILE, CodedInputs, code_row, tile_rows
 from megatron_runtime.model.kernels.compiled import (
     KINDS,
-    as_array,
+    address,
+    array_at,
     compile_kernel,
+    element,
     even_shares,
     narrowed,
-    scalar,
     widen,
 )
 from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
@@ -52,21 +53,39 @@ def multiply(
     if not inputs.rows:
         return
     narrow = outputs.dtype is torch.bfloat16
-    added = as_array(outputs.new_empty(0) if bias is None else bias)
+    added = 0 if bias is None else address(bias)
     blocks = len(inputs.scales) // inputs.rows
     tiles = max(_CACHED_BYTES // (blocks * BLOCK * TILE), 1)
     shares = even_shares(-(-len(columns) // PANEL))
     kernel = _product_kernel(Packing.of(coding), narrow)
     arrays = (inputs.codes, inputs.scales, inputs.starts, inputs.sums)
-    place = (columns.start, len(columns))
-    kernel(*panels, *arrays, as_array(outputs), added, *place, blocks, tiles * TILE, shares)
+    place = (*outputs.shape, columns.start, len(columns))
+    kernel(*panels, *arrays, address(outputs), added, *place, blocks, tiles * TILE, shares)
+
+
+def multiply_row(
+    inputs: Tensor,
+    coding: Coding,
+    panels: tuple[Array, Array, Array],
+    bias: Tensor | None,
+    outputs: Tensor,
+    columns: range,
+) -> None:
+    """`multiply` for inputs of one row, [1, columns], contiguous, which each thread codes for itself. Another kernel
+    for that would take longer, above all because threads fall asleep between two kernels. The bits are the same.
+    """
+    kernel = _row_kernel(Packing.of(coding), coding.offset, outputs.dtype is torch.bfloat16)
+    added = 0 if bias is None else address(bias)
+    place = (outputs.shape[1], columns.start, len(columns), inputs.shape[1] // BLOCK)
+    kernel(*panels, address(inputs), address(outputs), added, *place, even_shares(-(-len(columns) // PANEL)))
 
 
 def prepare(coding: Coding, dtype: torch.dtype) -> None:
-    """Compile the kernels for a coding and a dtype now, so that the first request does not wait for it."""
+    """Compile the kernels for a coding and a dtype now, so that the first request does not wait for them."""
     if dtype in KINDS:
         coded_inputs.prepare(dtype)
         _product_kernel(Packing.of(coding), dtype is torch.bfloat16)
+        _row_kernel(Packing.of(coding), coding.offset, dtype is torch.bfloat16)
 
 
 @njit(inline="always")
@@ -89,26 +108,14 @@ def _write(
 def _product_kernel(packing: Packing, narrow: bool) -> Kernel:
     bits, group, has_mins = packing.bits, packing.group, int(packing.has_mins)
     panel_codes = PANEL * BLOCK * bits // 8
-    groups = packing.groups
+    groups, kind = packing.groups, element(narrow)
 
     def run(
-        codes: Any,
-        scales: Any,
-        mins: Any,
-        inputs: Any,
-        input_scales: Any,
-        starts: Any,
-        sums: Any,
-        outputs: Any,
-        bias: Any,
-        column: Any,
-        height: Any,
-        blocks: Any,
-        together: Any,
-        shares: Any,
-    ) -> None:
-        rows = len(outputs)
+        codes: Any, scales: Any, mins: Any, inputs: Any, input_scales: Any, starts: Any, sums: Any, outputs: Any,
+        bias: Any, rows: Any, width: Any, column: Any, height: Any, blocks: Any, together: Any, shares: Any,
+    ) -> None:  # fmt: skip
         for share in prange(len(shares) - 1):
+            written, added = array_at(outputs, (rows, width), kind), array_at(bias, height if bias else 0, kind)
             products = np.empty((TILE, PANEL), np.float32)
             to = products.ctypes.data
             for begin in range(0, rows, together):
@@ -128,10 +135,38 @@ def _product_kernel(packing: Packing, narrow: bool) -> Kernel:
                             multiply_panel(bits, group, has_mins, 2, blocks, c, s, m, x, f, b, t, to)
                         else:
                             multiply_panel(bits, group, has_mins, 1, blocks, c, s, m, x, f, b, t, to)
-                        _write(products, bias, outputs, first, count, column, panel * PANEL, height)
+                        _write(products, added, written, first, count, column, panel * PANEL, height)
                         first += count
 
-    kind, floats = scalar(narrow), float32[::1]
+    floats = float32[::1]
     panels, inputs = (uint8[::1], uint16[::1], uint16[::1]), (int8[::1], floats, int32[::1], floats)
-    signature = void(*panels, *inputs, kind[:, ::1], kind[::1], int64, int64, int64, int64, int64[::1])
+    signature = void(*panels, *inputs, *[int64] * 8, int64[::1])
     return compile_kernel(run, signature, fast=False)
+
+
+@kernel_factory
+def _row_kernel(packing: Packing, offset: int, narrow: bool) -> Kernel:
+    bits, group, groups, has_mins = packing.bits, packing.group, packing.groups, int(packing.has_mins)
+    panel_codes, kind = PANEL * BLOCK * bits // 8, element(narrow)
+
+    def run(
+        codes: Any, scales: Any, mins: Any, given: Any, outputs: Any, bias: Any, width: Any, column: Any, height: Any,
+        blocks: Any, shares: Any,
+    ) -> None:  # fmt: skip
+        for share in prange(len(shares) - 1):
+            inputs, written = array_at(given, (1, blocks * BLOCK), kind), array_at(outputs, (1, width), kind)
+            added, products = array_at(bias, height if bias else 0, kind), np.empty((1, PANEL), np.float32)
+            coded, factors = np.empty(blocks * BLOCK, np.int8), np.empty(blocks, np.float32)
+            starts, sums = np.empty(blocks * groups, np.int32), np.empty(blocks, np.float32)
+            code_row(inputs, coded, factors, starts, sums, groups, offset, 0, 1, 0)
+            x, f = coded.ctypes.data, factors.ctypes.data
+            b, t, to = starts.ctypes.data, sums.ctypes.data, products.ctypes.data
+            for panel in range(shares[share], shares[share + 1]):
+                c = codes.ctypes.data + panel * blocks * panel_codes
+                s = scales.ctypes.data + panel * blocks * groups * PANEL * 2
+                m = mins.ctypes.data + panel * blocks * has_mins * PANEL * 2
+                multiply_panel(bits, group, has_mins, 1, blocks, c, s, m, x, f, b, t, to)
+                _write(products, added, written, 0, 1, column, panel * PANEL, height)
+
+    panels = uint8[::1], uint16[::1], uint16[::1]
+    return compile_kernel(run, void(*panels, *[int64] * 7, int64[::1]), fast=False)

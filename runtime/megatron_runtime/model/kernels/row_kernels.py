@@ -11,8 +11,11 @@ from torch import Tensor
 
 from megatron_runtime.model.kernels.compiled import (
     KINDS,
+    address,
+    array_at,
     as_array,
     compile_kernel,
+    element,
     even_shares,
     exponential,
     logistic,
@@ -26,7 +29,7 @@ from megatron_runtime.model.kernels.triton_support import has_triton
 
 GPU_KINDS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 """The dtypes of the kernels for GPUs."""
-WORTH_SHARING = 1 << 17
+WORTH_SHARING = 1 << 14
 """Number of elements above which a second thread pays off."""
 
 
@@ -56,10 +59,9 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
 
         return gpu_rows.normalize(rows, weight, None, eps, "rms")
     inputs = rows.contiguous()
-    outputs = torch.empty_like(inputs)
-    arrays = (as_array(part.view(-1, len(weight))) for part in (inputs, outputs))
+    outputs, size = torch.empty_like(inputs), weight.shape[0]
     kernel = _rms_norm_kernel(rows.dtype is torch.bfloat16, rows.numel() >= WORTH_SHARING)
-    kernel(*arrays, as_array(weight), even_shares(inputs.numel() // len(weight)), eps)
+    kernel(address(inputs), address(outputs), address(weight), size, even_shares(inputs.numel() // size), eps)
     return outputs
 
 
@@ -68,17 +70,18 @@ def add_and_normalize(
 ) -> tuple[Tensor, Tensor]:
     """``rows + multiplier * update`` and `rms_norm` of it on a CPU: each [T, size]."""
     sums, outputs = torch.empty_like(rows), torch.empty_like(rows)
-    arrays = (as_array(part) for part in (rows, update, sums, outputs, weight))
     kernel = _add_and_normalize_kernel(rows.dtype is torch.bfloat16, rows.numel() >= WORTH_SHARING)
-    kernel(*arrays, even_shares(len(rows)), multiplier, eps)
+    places = address(rows), address(update), address(sums), address(outputs), address(weight)
+    kernel(*places, weight.shape[0], even_shares(rows.shape[0]), multiplier, eps)
     return sums, outputs
 
 
 def gated_silu(gate_and_up: Tensor) -> Tensor:
     """``silu(gate) * up`` on a CPU: [T, 2 * size], gates first, to [T, size]."""
-    outputs = gate_and_up.new_empty(len(gate_and_up), gate_and_up.shape[1] // 2)
+    rows, size = gate_and_up.shape[0], gate_and_up.shape[1] // 2
+    outputs = gate_and_up.new_empty(rows, size)
     kernel = _gated_silu_kernel(gate_and_up.dtype is torch.bfloat16, outputs.numel() >= WORTH_SHARING)
-    kernel(as_array(gate_and_up), as_array(outputs), even_shares(len(outputs)))
+    kernel(address(gate_and_up), address(outputs), size, even_shares(rows))
     return outputs
 
 
@@ -123,31 +126,38 @@ def _gated_sigmoid_kernel(narrow: bool) -> Kernel:
 
 @kernel_factory
 def _rms_norm_kernel(narrow: bool, parallel: bool) -> Kernel:
-    def normalize(inputs: Any, outputs: Any, weight: Any, bounds: Any, eps: Any) -> None:
-        size = inputs.shape[1]
-        for share in prange(len(bounds) - 1):
-            for row in range(bounds[share], bounds[share + 1]):
-                _normalize(inputs[row], outputs[row], weight, size, eps)
+    kind = element(narrow)
 
-    rows = scalar(narrow)[:, ::1]
-    return compile_kernel(normalize, void(rows, rows, scalar(narrow)[::1], int64[::1], float32), parallel=parallel)
+    def normalize(inputs: Any, outputs: Any, weight: Any, size: Any, bounds: Any, eps: Any) -> None:
+        for share in prange(len(bounds) - 1):
+            given, written = array_at(inputs, (bounds[-1], size), kind), array_at(outputs, (bounds[-1], size), kind)
+            scales = array_at(weight, size, kind)
+            for row in range(bounds[share], bounds[share + 1]):
+                _normalize(given[row], written[row], scales, size, eps)
+
+    return compile_kernel(normalize, void(int64, int64, int64, int64, int64[::1], float32), parallel=parallel)
 
 
 @kernel_factory
 def _add_and_normalize_kernel(narrow: bool, parallel: bool) -> Kernel:
+    kind = element(narrow)
+
     def add(
-        inputs: Any, updates: Any, sums: Any, outputs: Any, weight: Any, bounds: Any, multiplier: Any, eps: Any
-    ) -> None:
-        size = inputs.shape[1]
+        inputs: Any, updates: Any, sums: Any, outputs: Any, weight: Any, size: Any, bounds: Any, multiplier: Any,
+        eps: Any,
+    ) -> None:  # fmt: skip
         for share in prange(len(bounds) - 1):
+            rows = bounds[-1]
+            given, added = array_at(inputs, (rows, size), kind), array_at(updates, (rows, size), kind)
+            totals, written = array_at(sums, (rows, size), kind), array_at(outputs, (rows, size), kind)
+            scales = array_at(weight, size, kind)
             for row in range(bounds[share], bounds[share + 1]):
                 for channel in range(size):
-                    update = multiplier * widen(updates[row, channel])
-                    sums[row, channel] = narrowed(widen(inputs[row, channel]) + update, sums)
-                _normalize(sums[row], outputs[row], weight, size, eps)
+                    update = multiplier * widen(added[row, channel])
+                    totals[row, channel] = narrowed(widen(given[row, channel]) + update, totals)
+                _normalize(totals[row], written[row], scales, size, eps)
 
-    rows, bounds = scalar(narrow)[:, ::1], int64[::1]
-    signature = void(rows, rows, rows, rows, scalar(narrow)[::1], bounds, float32, float32)
+    signature = void(*[int64] * 6, int64[::1], float32, float32)
     return compile_kernel(add, signature, parallel=parallel)
 
 
@@ -167,14 +177,15 @@ def _normalize(inputs: Any, outputs: Any, weight: Any, size: Any, eps: Any) -> N
 
 @kernel_factory
 def _gated_silu_kernel(narrow: bool, parallel: bool) -> Kernel:
-    def gate(inputs: Any, outputs: Any, bounds: Any) -> None:
-        size = outputs.shape[1]
+    kind = element(narrow)
+
+    def gate(inputs: Any, outputs: Any, size: Any, bounds: Any) -> None:
         for share in prange(len(bounds) - 1):
+            given, gated = array_at(inputs, (bounds[-1], 2 * size), kind), array_at(outputs, (bounds[-1], size), kind)
             for row in range(bounds[share], bounds[share + 1]):
                 for channel in range(size):
-                    x = widen(inputs[row, channel])
-                    opened = rounded(x / (np.float32(1) + exponential(-x)), outputs)
-                    outputs[row, channel] = narrowed(opened * widen(inputs[row, size + channel]), outputs)
+                    x = widen(given[row, channel])
+                    opened = rounded(x / (np.float32(1) + exponential(-x)), gated)
+                    gated[row, channel] = narrowed(opened * widen(given[row, size + channel]), gated)
 
-    rows = scalar(narrow)[:, ::1]
-    return compile_kernel(gate, void(rows, rows, int64[::1]), parallel=parallel)
+    return compile_kernel(gate, void(int64, int64, int64, int64[::1]), parallel=parallel)

@@ -6,6 +6,7 @@ compete for the same cores.
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,15 @@ import numba
 import torch
 
 _settings: Any = numba.config
+
+
+class _Set(threading.local):
+    """The numbers of threads that were set last for numba's kernels, of which each thread has its own."""
+
+    torch = numba = 0
+
+
+_set = _Set()
 
 
 @cache
@@ -39,8 +49,8 @@ def kernel_threads() -> int:
     """Number of threads of a kernel that is called in this thread: that of an operator, as far as they exist."""
     if not can_share_threads():
         return 1
-    wanted, threads = torch.get_num_threads(), int(numba.get_num_threads())
-    if threads != wanted:
-        threads = min(wanted, _settings.NUMBA_NUM_THREADS)
-        numba.set_num_threads(threads)
-    return threads
+    wanted = torch.get_num_threads()
+    if _set.torch != wanted:
+        _set.torch, _set.numba = wanted, min(wanted, _settings.NUMBA_NUM_THREADS)
+        numba.set_num_threads(_set.numba)
+    return _set.numba

@@ -6,16 +6,18 @@ prefetched: with few rows, the time is that of reading the matrix.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numba import int64, prange, void
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
 from megatron_runtime.cpu_features import has_bfloat16_vectors, has_wide_vectors
-from megatron_runtime.model.kernels.compiled import as_array, compile_kernel, even_shares, scalar
+from megatron_runtime.model.kernels.compiled import address, array_at, compile_kernel, element
 from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
 from megatron_runtime.model.kernels.panel_rows import pad_rows, write_products
 from megatron_runtime.model.kernels.product_instructions import COLUMNS, ROWS, WORD_BYTES, multiply_words
@@ -66,20 +68,44 @@ def multiply(inputs: Tensor, panels: Tensor, bias: Tensor | None, height: int) -
         bias: [height], or None.
         height: Rows of the matrix without padding.
     """
+    assert inputs.dtype is panels.dtype
     rows, width = inputs.shape
     outputs = inputs.new_empty(rows, height)
     if not rows:
         return outputs
     count, words = panels.shape[:2]
-    row_bytes = width * inputs.element_size()
-    is_copied = row_bytes % _CLOSE_BYTES == 0 or row_bytes < words * WORD_BYTES
-    together = _rows_together(rows, words * WORD_BYTES, count)
-    added = as_array(inputs.new_empty(0) if bias is None else bias)
-    kernel = _product_kernel(inputs.dtype is torch.bfloat16, rows * words * count * COLUMNS >= WORTH_SHARING)
-    shares = even_shares(count * -(-rows // together))
-    tables = as_array(inputs), as_array(panels.view(-1)), added, as_array(outputs)
-    kernel(*tables, words, together, int(is_copied), shares)
+    work = _divide(rows, width * inputs.element_size(), count, words, kernel_threads(), _CACHED_BYTES)
+    kernel = _product_kernel(inputs.dtype is torch.bfloat16, work.is_shared)
+    places = address(inputs), address(panels), 0 if bias is None else address(bias), address(outputs)
+    kernel(*places, rows, width, height, count, words, work.together, work.is_copied, work.shares)
     return outputs
+
+
+class _Work(NamedTuple):
+    """How a product is divided."""
+
+    together: int
+    """Rows that are multiplied with all panels before the next ones."""
+    is_copied: int
+    """1 if inputs are copied to rows that are padded, else 0."""
+    is_shared: bool
+    shares: NDArray[np.int64]
+    """Of the threads, in pairs of such rows and a panel."""
+
+
+@lru_cache(4096)
+def _divide(rows: int, row_bytes: int, panels: int, words: int, threads: int, cached_bytes: int) -> _Work:
+    padded_bytes = words * WORD_BYTES
+    # As many rows as stay in the cache, and leave enough parts of the work for the threads.
+    cached, shared = cached_bytes // padded_bytes, rows * panels // (_SHARES * threads)
+    blocks = -(-rows // (max(min(cached, shared) // ROWS, 1) * ROWS))
+    is_copied = row_bytes % _CLOSE_BYTES == 0 or row_bytes < padded_bytes
+    return _Work(
+        together=-(-rows // blocks),  # blocks of equal size, since threads have equal numbers of them
+        is_copied=int(is_copied),
+        is_shared=rows * words * panels * COLUMNS >= WORTH_SHARING,
+        shares=np.arange(threads + 1) * (panels * blocks) // threads,
+    )
 
 
 def prepare(dtype: torch.dtype) -> None:
@@ -89,39 +115,33 @@ def prepare(dtype: torch.dtype) -> None:
             _product_kernel(dtype is torch.bfloat16, parallel)
 
 
-def _rows_together(rows: int, row_bytes: int, panels: int) -> int:
-    """Rows that are multiplied with all panels before the next ones: as many as stay in the cache, and leave enough
-    parts of the work for the threads."""
-    cached, shared = _CACHED_BYTES // row_bytes, rows * panels // (_SHARES * kernel_threads())
-    blocks = -(-rows // (max(min(cached, shared) // ROWS, 1) * ROWS))
-    return -(-rows // blocks)  # blocks of equal size, since threads have equal numbers of them
-
-
 @kernel_factory
 def _product_kernel(narrow: bool, parallel: bool) -> Kernel:
-    item = 2 if narrow else 4
+    kind, item = element(narrow), 2 if narrow else 4
 
     def run(
-        inputs: Any, panels: Any, bias: Any, outputs: Any, words: Any, together: Any, is_copied: Any, shares: Any
-    ) -> None:
-        rows, given_bytes, panel_bytes = len(inputs), inputs.shape[1] * item, words * COLUMNS * WORD_BYTES
-        count = len(panels) * item // panel_bytes
+        inputs: Any, panels: Any, bias: Any, outputs: Any, rows: Any, width: Any, height: Any, count: Any, words: Any,
+        together: Any, is_copied: Any, shares: Any,
+    ) -> None:  # fmt: skip
+        given_bytes, panel_bytes = width * item, words * COLUMNS * WORD_BYTES
         for share in prange(len(shares) - 1):
+            given, written = array_at(inputs, (rows, width), kind), array_at(outputs, (rows, height), kind)
+            added = array_at(bias, height if bias else 0, kind)
             products = np.empty((ROWS, COLUMNS), np.float32)
             row_bytes = words * WORD_BYTES + LINE_BYTES if is_copied else given_bytes
-            padded = np.empty((together if is_copied else 0, row_bytes // item), inputs.dtype)
+            padded = np.empty((together if is_copied else 0, row_bytes // item), kind)
             held = -1
             for part in range(shares[share], shares[share + 1]):
                 block, panel = part // count, part % count
                 begin = block * together
                 end = min(begin + together, rows)
-                x = np.int64(inputs.ctypes.data) + begin * given_bytes
+                x = inputs + begin * given_bytes
                 if is_copied:
                     if block != held:
-                        pad_rows(inputs, begin, end, padded, 1)
+                        pad_rows(given, begin, end, padded, 1)
                         held = block
                     x = np.int64(padded.ctypes.data)
-                w = panels.ctypes.data + panel * panel_bytes
+                w = panels + panel * panel_bytes
                 has_next = panel + 1 < count and part + 1 < shares[share + 1]
                 following = w + panel_bytes if has_next else w
                 turns = (end - begin + ROWS - 1) // ROWS
@@ -133,10 +153,8 @@ def _product_kernel(narrow: bool, parallel: bool) -> Kernel:
                     ahead = following + turn * LINE_BYTES if turn < 2 else w
                     second = LINE_BYTES if turns == 1 else 0
                     at, to = x + first * row_bytes, products.ctypes.data
-                    multiply_words(inputs, number, words, at, row_bytes, w, ahead, second, to)
-                    write_products(products, bias, outputs, begin + first, number, panel * COLUMNS)
+                    multiply_words(given, number, words, at, row_bytes, w, ahead, second, to)
+                    write_products(products, added, written, begin + first, number, panel * COLUMNS)
 
-    kind = scalar(narrow)
-    matrix, vector = kind[:, ::1], kind[::1]
-    signature = void(matrix, vector, vector, matrix, int64, int64, int64, int64[::1])
+    signature = void(*[int64] * 11, int64[::1])
     return compile_kernel(run, signature, parallel=parallel, fast=False)
