@@ -31,12 +31,13 @@ COUNT_THREADS = """
 import time, torch
 from megatron_runtime.model.kernels import row_kernels
 
-rows, weight, shares = torch.ones(4096, 4096).numpy(), torch.ones(4096).numpy(), row_kernels.even_shares(4096)
+rows, weight, shares = torch.ones(4096, 4096), torch.ones(4096), row_kernels.even_shares(4096)
+places = [row_kernels.address(each) for each in (rows, rows, weight)]
 for parallel in (False, True):
     kernel = row_kernels._rms_norm_kernel(False, parallel)
     every, own = time.process_time(), time.thread_time()
     for _ in range(40):
-        kernel(rows, rows, weight, shares, 1e-5)
+        kernel(*places, 4096, shares, 1e-5)
     print(round((time.process_time() - every) / (time.thread_time() - own)))
 """
 

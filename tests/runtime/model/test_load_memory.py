@@ -16,9 +16,9 @@ from megatron_runtime.parallel.layout import ParallelSizes
 MIB = 2**20
 BY_BLOCKS = to_float8((128, 128), name="weight_scale_inv")
 SHARD = 20 * MIB
-SLACK = 12 * MIB
-"""For a chunk of a tensor, and large pages that are not full. Less than a second shard, and than the holes of packed
-matrices in the C library's heap.
+SLACK = 14 * MIB
+"""For a chunk of a tensor, and large pages that are not full: a GGUF file takes 10.4 or 12.6 MB, a large page more, in
+different runs. Less than a second shard, and than the holes of packed matrices in the C library's heap.
 """
 LARGE = {
     "vocab_size": 2000,
