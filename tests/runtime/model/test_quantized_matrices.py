@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from typing import Any
 
@@ -159,15 +160,30 @@ def test_zeros_and_tiny_numbers_give_zeros() -> None:
     assert torch.equal(linear(torch.full((2, 64), 1e-40)), torch.zeros(2, 40))
 
 
+def compile_for_one_thread(function: Any, signature: Any, **_: Any) -> Any:
+    return njit(signature, error_model="numpy")(function)
+
+
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
 def test_processors_without_the_instruction_get_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     here, given = matrix(kind, 40, 256), inputs(7, 256)
     expected = QuantizedLinear([here], None, torch.float32)(given)
 
-    def compile_here(function: Any, signature: Any, **_: Any) -> Any:
-        return njit(signature, error_model="numpy")(function)
-
     monkeypatch.setattr(panel_products, "_dot_by_instruction", panel_products._dot_by_products)
-    monkeypatch.setattr(quantized_products, "compile_kernel", compile_here)
+    monkeypatch.setattr(quantized_products, "compile_kernel", compile_for_one_thread)
     monkeypatch.setattr(quantized_products, "_product_kernel", quantized_products._product_kernel.__wrapped__)
     assert torch.equal(QuantizedLinear([here], None, torch.float32)(given), expected)
+
+
+def test_a_single_row_is_multiplied_from_memory_that_is_still_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The C library overwrites the memory that a kernel without threads has released."""
+    linear, given = QuantizedLinear([matrix("Q4_1", 40, 8192)], None, torch.float32), inputs(2, 8192)
+    expected = linear(given)[:1]
+    monkeypatch.setattr(quantized_products, "compile_kernel", compile_for_one_thread)
+    monkeypatch.setattr(quantized_products, "_row_kernel", quantized_products._row_kernel.__wrapped__)
+    set_option, overwrite = ctypes.CDLL(None).mallopt, -6
+    set_option(overwrite, 165)
+    try:
+        assert torch.equal(linear(given[:1]), expected)
+    finally:
+        set_option(overwrite, 0)

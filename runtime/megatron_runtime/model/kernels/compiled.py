@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, float32, njit, types, uint16  # type: ignore[attr-defined]
+from numba import carray, from_dtype, njit, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 from torch import Tensor
@@ -53,7 +53,7 @@ def compile_kernel(
 
 def scalar(narrow: bool) -> Any:
     """Numba's type of floating-point elements: the bits of bfloat16 if ``narrow``, else float32."""
-    return uint16 if narrow else float32
+    return from_dtype(np.dtype(element(narrow)))
 
 
 def as_array(tensor: Tensor) -> NDArray[Any]:

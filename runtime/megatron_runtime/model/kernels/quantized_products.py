@@ -33,51 +33,37 @@ Array = NDArray[Any]
 
 
 def multiply(
-    inputs: CodedInputs,
+    inputs: CodedInputs | Tensor,
     coding: Coding,
     panels: tuple[Array, Array, Array],
     bias: Tensor | None,
     outputs: Tensor,
     columns: range,
 ) -> None:
-    """Multiply coded inputs by a matrix: a row's bits do not depend on the others.
+    """Multiply inputs by a matrix: a row's bits do not depend on the others.
 
     Args:
-        inputs: For the same coding.
+        inputs: Coded for the same coding. Or a single row, [1, columns of the matrix], contiguous, which each thread
+            codes for itself: another kernel for that takes longer, and threads fall asleep between two kernels.
         coding: Of the matrix.
         panels: Of `multiply_panel`, each flat: codes (uint8), scales and mins (both float16, as uint16).
         bias: Is added before the rounding; [rows of the matrix], of the type of ``outputs``.
         outputs: [T, any], float32 or bfloat16, contiguous.
         columns: Of ``outputs``, which are written: one for each row of the matrix.
     """
-    if not inputs.rows:
-        return
-    narrow = outputs.dtype is torch.bfloat16
-    added = 0 if bias is None else address(bias)
-    blocks = len(inputs.scales) // inputs.rows
-    tiles = max(_CACHED_BYTES // (blocks * BLOCK * TILE), 1)
+    packing, narrow = Packing.of(coding), outputs.dtype is torch.bfloat16
+    places = address(outputs), 0 if bias is None else address(bias)
+    written = outputs.shape[1], columns.start, len(columns)
     shares = even_shares(-(-len(columns) // PANEL))
-    kernel = _product_kernel(Packing.of(coding), narrow)
-    arrays = (inputs.codes, inputs.scales, inputs.starts, inputs.sums)
-    place = (*outputs.shape, columns.start, len(columns))
-    kernel(*panels, *arrays, address(outputs), added, *place, blocks, tiles * TILE, shares)
-
-
-def multiply_row(
-    inputs: Tensor,
-    coding: Coding,
-    panels: tuple[Array, Array, Array],
-    bias: Tensor | None,
-    outputs: Tensor,
-    columns: range,
-) -> None:
-    """`multiply` for inputs of one row, [1, columns], contiguous, which each thread codes for itself. Another kernel
-    for that would take longer, above all because threads fall asleep between two kernels. The bits are the same.
-    """
-    kernel = _row_kernel(Packing.of(coding), coding.offset, outputs.dtype is torch.bfloat16)
-    added = 0 if bias is None else address(bias)
-    place = (outputs.shape[1], columns.start, len(columns), inputs.shape[1] // BLOCK)
-    kernel(*panels, address(inputs), address(outputs), added, *place, even_shares(-(-len(columns) // PANEL)))
+    if isinstance(inputs, Tensor):
+        kernel = _row_kernel(packing, coding.offset, narrow)
+        kernel(*panels, address(inputs), *places, *written, inputs.shape[1] // BLOCK, shares)
+    elif inputs.rows:
+        blocks = len(inputs.scales) // inputs.rows
+        tiles = max(_CACHED_BYTES // (blocks * BLOCK * TILE), 1)
+        arrays = (inputs.codes, inputs.scales, inputs.starts, inputs.sums)
+        kernel = _product_kernel(packing, narrow)
+        kernel(*panels, *arrays, *places, inputs.rows, *written, blocks, tiles * TILE, shares)
 
 
 def prepare(coding: Coding, dtype: torch.dtype) -> None:
@@ -104,10 +90,19 @@ def _write(
                 to[lane] = narrowed(products[row, lane], outputs)
 
 
+@njit(inline="always")
+def _panel_at(
+    codes: Any, scales: Any, mins: Any, panel: Any, blocks: Any, bits: Any, groups: Any, has_mins: Any
+) -> Any:
+    """The addresses of the codes, scales and mins of a panel."""
+    first = panel * blocks * PANEL
+    c, s = codes.ctypes.data + first * BLOCK * bits // 8, scales.ctypes.data + first * groups * 2
+    return c, s, mins.ctypes.data + first * has_mins * 2
+
+
 @kernel_factory
 def _product_kernel(packing: Packing, narrow: bool) -> Kernel:
     bits, group, has_mins = packing.bits, packing.group, int(packing.has_mins)
-    panel_codes = PANEL * BLOCK * bits // 8
     groups, kind = packing.groups, element(narrow)
 
     def run(
@@ -121,9 +116,7 @@ def _product_kernel(packing: Packing, narrow: bool) -> Kernel:
             for begin in range(0, rows, together):
                 end = min(begin + together, rows)
                 for panel in range(shares[share], shares[share + 1]):
-                    c = codes.ctypes.data + panel * blocks * panel_codes
-                    s = scales.ctypes.data + panel * blocks * groups * PANEL * 2
-                    m = mins.ctypes.data + panel * blocks * has_mins * PANEL * 2
+                    c, s, m = _panel_at(codes, scales, mins, panel, blocks, bits, groups, has_mins)
                     first = begin
                     while first < end:
                         count, place = tile_rows(end - first), first * blocks
@@ -147,7 +140,7 @@ def _product_kernel(packing: Packing, narrow: bool) -> Kernel:
 @kernel_factory
 def _row_kernel(packing: Packing, offset: int, narrow: bool) -> Kernel:
     bits, group, groups, has_mins = packing.bits, packing.group, packing.groups, int(packing.has_mins)
-    panel_codes, kind = PANEL * BLOCK * bits // 8, element(narrow)
+    kind = element(narrow)
 
     def run(
         codes: Any, scales: Any, mins: Any, given: Any, outputs: Any, bias: Any, width: Any, column: Any, height: Any,
@@ -159,12 +152,11 @@ def _row_kernel(packing: Packing, offset: int, narrow: bool) -> Kernel:
             coded, factors = np.empty(blocks * BLOCK, np.int8), np.empty(blocks, np.float32)
             starts, sums = np.empty(blocks * groups, np.int32), np.empty(blocks, np.float32)
             code_row(inputs, coded, factors, starts, sums, groups, offset, 0, 1, 0)
-            x, f = coded.ctypes.data, factors.ctypes.data
-            b, t, to = starts.ctypes.data, sums.ctypes.data, products.ctypes.data
             for panel in range(shares[share], shares[share + 1]):
-                c = codes.ctypes.data + panel * blocks * panel_codes
-                s = scales.ctypes.data + panel * blocks * groups * PANEL * 2
-                m = mins.ctypes.data + panel * blocks * has_mins * PANEL * 2
+                # In the loop, because numba releases an array after its last use, whatever its address is used for.
+                x, f = coded.ctypes.data, factors.ctypes.data
+                b, t, to = starts.ctypes.data, sums.ctypes.data, products.ctypes.data
+                c, s, m = _panel_at(codes, scales, mins, panel, blocks, bits, groups, has_mins)
                 multiply_panel(bits, group, has_mins, 1, blocks, c, s, m, x, f, b, t, to)
                 _write(products, added, written, 0, 1, column, panel * PANEL, height)
 

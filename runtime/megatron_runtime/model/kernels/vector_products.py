@@ -7,17 +7,16 @@ prefetched: with few rows, the time is that of reading the matrix.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numba import int64, prange, void
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
 from megatron_runtime.cpu_features import has_bfloat16_vectors, has_wide_vectors
-from megatron_runtime.model.kernels.compiled import address, array_at, compile_kernel, element
+from megatron_runtime.model.kernels.compiled import address, array_at, compile_kernel, element, even_shares
 from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
 from megatron_runtime.model.kernels.panel_rows import pad_rows, write_products
 from megatron_runtime.model.kernels.product_instructions import COLUMNS, ROWS, WORD_BYTES, multiply_words
@@ -74,38 +73,14 @@ def multiply(inputs: Tensor, panels: Tensor, bias: Tensor | None, height: int) -
     if not rows:
         return outputs
     count, words = panels.shape[:2]
-    work = _divide(rows, width * inputs.element_size(), count, words, kernel_threads(), _CACHED_BYTES)
-    kernel = _product_kernel(inputs.dtype is torch.bfloat16, work.is_shared)
+    together = _rows_together(rows, words * WORD_BYTES, count, kernel_threads(), _CACHED_BYTES)
+    row_bytes = width * inputs.element_size()
+    is_copied = row_bytes % _CLOSE_BYTES == 0 or row_bytes < words * WORD_BYTES
+    kernel = _product_kernel(inputs.dtype is torch.bfloat16, rows * words * count * COLUMNS >= WORTH_SHARING)
     places = address(inputs), address(panels), 0 if bias is None else address(bias), address(outputs)
-    kernel(*places, rows, width, height, count, words, work.together, work.is_copied, work.shares)
+    shares = even_shares(count * -(-rows // together))
+    kernel(*places, rows, width, height, count, words, together, int(is_copied), shares)
     return outputs
-
-
-class _Work(NamedTuple):
-    """How a product is divided."""
-
-    together: int
-    """Rows that are multiplied with all panels before the next ones."""
-    is_copied: int
-    """1 if inputs are copied to rows that are padded, else 0."""
-    is_shared: bool
-    shares: NDArray[np.int64]
-    """Of the threads, in pairs of such rows and a panel."""
-
-
-@lru_cache(4096)
-def _divide(rows: int, row_bytes: int, panels: int, words: int, threads: int, cached_bytes: int) -> _Work:
-    padded_bytes = words * WORD_BYTES
-    # As many rows as stay in the cache, and leave enough parts of the work for the threads.
-    cached, shared = cached_bytes // padded_bytes, rows * panels // (_SHARES * threads)
-    blocks = -(-rows // (max(min(cached, shared) // ROWS, 1) * ROWS))
-    is_copied = row_bytes % _CLOSE_BYTES == 0 or row_bytes < padded_bytes
-    return _Work(
-        together=-(-rows // blocks),  # blocks of equal size, since threads have equal numbers of them
-        is_copied=int(is_copied),
-        is_shared=rows * words * panels * COLUMNS >= WORTH_SHARING,
-        shares=np.arange(threads + 1) * (panels * blocks) // threads,
-    )
 
 
 def prepare(dtype: torch.dtype) -> None:
@@ -113,6 +88,15 @@ def prepare(dtype: torch.dtype) -> None:
     if can_use_vectors(dtype):
         for parallel in (False, True):
             _product_kernel(dtype is torch.bfloat16, parallel)
+
+
+@lru_cache(4096)
+def _rows_together(rows: int, row_bytes: int, panels: int, threads: int, cached_bytes: int) -> int:
+    """Rows that are multiplied with all panels before the next ones: as many as stay in the cache, and leave enough
+    parts of the work for the threads."""
+    cached, shared = cached_bytes // row_bytes, rows * panels // (_SHARES * threads)
+    blocks = -(-rows // (max(min(cached, shared) // ROWS, 1) * ROWS))
+    return -(-rows // blocks)  # blocks of equal size, since threads have equal numbers of them
 
 
 @kernel_factory

@@ -35,17 +35,14 @@ class QuantizedLinear(nn.Module):
         """[T, in] to [T, out]."""
         rows = inputs.shape[0]  # In every layer, len() of a tensor would take a part of the time of a single row.
         outputs = inputs.new_empty(rows, self._height)
-        coded: dict[tuple[int, int], CodedInputs] = {}
+        given: dict[tuple[int, int], CodedInputs | Tensor] = {}
         column = 0
         for matrix in self.matrices:
+            key = _inputs_of(matrix.coding)
+            if key not in given:
+                given[key] = inputs.contiguous() if rows == 1 else code_inputs(inputs, matrix.coding)
             bias = None if self.bias is None else self.bias[column : column + matrix.rows]
-            if rows == 1:
-                matrix.multiply_row(inputs.contiguous(), bias, outputs, column)
-            else:
-                key = _inputs_of(matrix.coding)
-                if key not in coded:
-                    coded[key] = code_inputs(inputs, matrix.coding)
-                matrix.multiply(coded[key], bias, outputs, column)
+            matrix.multiply(given[key], bias, outputs, column)
             column += matrix.rows
         return outputs
 

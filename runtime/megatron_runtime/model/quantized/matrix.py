@@ -13,7 +13,7 @@ from megatron_runtime.model.formats.coded_rows import BLOCK, QUAD, CodedRows, Co
 from megatron_runtime.model.host_memory import zeros
 from megatron_runtime.model.kernels.coded_inputs import CodedInputs
 from megatron_runtime.model.kernels.panel_products import PANEL, PARTS, Packing
-from megatron_runtime.model.kernels.quantized_products import multiply, multiply_row
+from megatron_runtime.model.kernels.quantized_products import multiply
 from megatron_runtime.model.kernels.vector_instructions import LANES
 
 
@@ -75,13 +75,9 @@ class QuantizedMatrix:
             found += int((~self._mins[panels, :, lanes].isfinite()).sum())
         return found
 
-    def multiply(self, inputs: CodedInputs, bias: Tensor | None, outputs: Tensor, column: int = 0) -> None:
+    def multiply(self, inputs: CodedInputs | Tensor, bias: Tensor | None, outputs: Tensor, column: int = 0) -> None:
         """``inputs W^T + bias`` in ``outputs`` from a column on, as in `quantized_products.multiply`."""
         multiply(inputs, self.coding, self._arrays, bias, outputs, range(column, column + self.rows))
-
-    def multiply_row(self, inputs: Tensor, bias: Tensor | None, outputs: Tensor, column: int = 0) -> None:
-        """The same for inputs of one row, as in `quantized_products.multiply_row`."""
-        multiply_row(inputs, self.coding, self._arrays, bias, outputs, range(column, column + self.rows))
 
     @cached_property
     def _arrays(self) -> tuple[NDArray[np.uint8], NDArray[np.uint16], NDArray[np.uint16]]:
