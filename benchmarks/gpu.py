@@ -53,6 +53,7 @@ def report(is_dry: bool, word: str = "", without: str | None = None) -> int:
     from gpu_checks import (
         correctness,
         engine_speed,
+        features,
         flashinfer,
         float8_cache,
         float8_weights,
@@ -71,6 +72,7 @@ def report(is_dry: bool, word: str = "", without: str | None = None) -> int:
     rates: dict[int, float] = {}
     checks = [
         *correctness.checks(sizes),
+        *features.checks(sizes),
         *mixtures.checks(sizes),
         *float8_weights.checks(sizes),
         *float8_cache.checks(sizes),

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from gpu_support.pretended import PretendedDevice, Work
-from gpu_support.small_engine import generate, on_gpu, one_layer, small_engine
+from gpu_support.small_engine import generate, on_gpu, one_layer, small_engine, with_noise
 
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.model.decoder import Decoder
@@ -27,15 +26,6 @@ PARAMS: dict[str, dict[str, Any]] = {
 pytestmark = pytest.mark.usefixtures("device_guard", "short_splits")
 
 
-def other_weights(model: Decoder) -> Decoder:
-    """A copy with noise in its weights, whose tokens are those of the model at times."""
-    other, generator = Decoder(model.config, dtype=model.dtype), torch.Generator().manual_seed(5)
-    other.copy_from(model)
-    for weight in other.parameters():
-        weight.data += torch.empty_like(weight).normal_(std=0.05, generator=generator)
-    return other
-
-
 def drafting_engine(model: Decoder, draft: Decoder, **config: Any) -> DynamicInferenceEngine:
     """With graphs for up to 3 requests and their drafts, all of which are permitted."""
     settings: dict[str, Any] = {"num_cuda_graphs": -1, "max_requests": 3, "num_speculative_tokens": DRAFTS}
@@ -48,7 +38,7 @@ def drafting_engine(model: Decoder, draft: Decoder, **config: Any) -> DynamicInf
 def test_a_draft_model_changes_no_token(params: dict[str, Any], device: PretendedDevice) -> None:
     model = one_layer()
     expected = generate(small_engine(model), params, lengths=LENGTHS)
-    engine = drafting_engine(model, other_weights(model), enable_prefix_caching=True)
+    engine = drafting_engine(model, with_noise(model), enable_prefix_caching=True)
     device.work = Work()
     assert generate(engine, params, lengths=LENGTHS) == expected
     stats = engine.stats()

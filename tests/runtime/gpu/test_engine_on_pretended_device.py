@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_support.engine_cases import ADAPTED, CASES, RECURRENT
 from gpu_support.pretended import PretendedTensor, Work, pretended_device
 from gpu_support.small_engine import (
     LATENTS,
@@ -17,20 +18,16 @@ from gpu_support.small_engine import (
     on_gpu,
     random_decoder,
     small_engine,
-    suspend_and_resume,
 )
 from runtime_support.adapters import write_adapter_of
 from runtime_support.byte_backend import END
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.model.config import ClampedGate, ExpertsConfig, QueryTemperature
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.sampling_params import SamplingParams
 
-ADAPTED = {"self_attn.q_proj": (32, 32), "self_attn.v_proj": (16, 32), "mlp.down_proj": (32, 64)}
-"""Modules with adapters, and the shapes of their matrices in `random_decoder`."""
 LAUNCHES_PER_ADAPTER = 3 * 2 + 4 * 3
 """In a layer: 3 for each matrix, of which q and v are parts of one, and 4 for each module."""
 LAUNCHES_AROUND_LAYERS = 6
@@ -51,46 +48,6 @@ pytestmark = pytest.mark.usefixtures("device_guard")
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that short contexts have several."""
     monkeypatch.setattr("megatron_runtime.gpu.attention.SPLIT", SPLIT)
-
-
-EXPERTS = ExpertsConfig(count=8, per_token=2, intermediate_size=64)
-CASES: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "all samplers": {"params": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.05}},
-    "edits": {
-        "params": {"temperature": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 2},
-        "config": {"max_sequence_length": 250},
-    },
-    "grammar": {"params": {"temperature": 1.0, "grammar": LOWER_CASE, "ignore_eos": False}},
-    "windows and soft cap": {"model": {"layer_windows": (8, None), "attention_soft_cap": 20.0}},
-    "norms around, a gate of gelu, scaled embeddings": {
-        "model": {
-            **{"norm": "rms_plus_one", "norm_placement": "around", "activation": "gelu_tanh"},
-            **{"embedding_multiplier": 5.5, "query_key_norm": "head", "residual_multiplier": 0.5},
-        }
-    },
-    "norms after, norms of all heads together": {
-        "model": {"norm_placement": "after", "query_key_norm": "projection", "residual_multiplier": 0.5}
-    },
-    "means, no gate, learned positions": {
-        "model": {"norm": "layer", "gated_feed_forward": False, "activation": "gelu", "learned_positions": 512}
-    },
-    "chunks of attention, sinks, a temperature, clamped gates": {
-        "model": {
-            **{"layer_windows": (8, None), "chunked_windows": True, "attention_sinks": True},
-            **{"query_temperature": QueryTemperature(0.3, 8), "query_key_norm": "unweighted", "rope_interleave": True},
-            **{"norm": "layer_without_bias", "parallel_feed_forward": True, "clamped_gate": ClampedGate(1.7, 0.5)},
-        }
-    },
-    "latents": {"model": LATENTS, "config": {"max_tokens": 16, "enable_prefix_caching": True}},
-    "latents, all samplers, windows": {
-        "model": LATENTS | {"layer_windows": (8, None), "attention_soft_cap": 20.0},
-        "params": {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.05},
-    },
-    "experts": {"model": {"architecture": "mixtral", "experts": EXPERTS}},
-    "chunks and prefixes": {"config": {"max_tokens": 16, "enable_prefix_caching": True}},
-    "offload": {"config": {"kv_cache_management_mode": "offload"}, "between": suspend_and_resume},
-}
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -115,6 +72,15 @@ def test_the_engine_gives_the_tokens_of_the_cpu(case: dict[str, Any]) -> None:
     assert device.work.kernels[splits] >= LAYERS
     assert device.work.kernels[storing] >= LAYERS
     assert ("race_tokens" in device.work.kernels) == ("temperature" in given["params"])
+
+
+@pytest.mark.parametrize("case", RECURRENT.values(), ids=RECURRENT)
+def test_recurrent_layers_give_the_tokens_of_the_cpu(case: dict[str, Any]) -> None:
+    """PyTorch's operators compute the recurrence, one token after the other."""
+    model = random_decoder(**case["model"])
+    expected = generate(small_engine(model), {})
+    with pretended_device():
+        assert generate(small_engine(on_gpu(model)), {}) == expected
 
 
 def test_requests_with_adapters_have_the_tokens_of_the_cpu_without_a_wait_or_an_unpinned_copy(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from gpu_support.pretended import pretended_device
 pytestmark = [pytest.mark.usefixtures("device_guard"), pytest.mark.timeout(900)]
 
 
-CHECKED = ("correctness", "memory", "mixtures")
+CHECKED = ("correctness", "features", "memory", "mixtures")
 MEASURED = ("speed", "flashinfer", "prompt_steps", "engine_speed", "transformers_speed")
 PROCESSES = ("server", "several_gpus")
 """Modules of checks. The dry runs of the last ones, of processes instead of kernels, are tests of their own, and so are
@@ -66,6 +66,9 @@ def test_the_dry_run_goes_through_all_checks_and_finds_nothing_wrong(
         "engine's tokens, all samplers, eager",
         "engine's tokens, all samplers, graphs ",
         "engine's tokens, penalties, graphs",
+        "engine's tokens, greedy, eager",
+        "engine's tokens, adapters, eager",
+        "engine's tokens, drafts of prompt lookup, eager",
         "engine's tokens, experts, greedy, graphs",
         "experts: clamped gates",
         "experts: decode, batch 2",

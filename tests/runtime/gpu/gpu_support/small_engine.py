@@ -62,6 +62,15 @@ def on_gpu(model: Decoder) -> Decoder:
     return other
 
 
+def with_noise(model: Decoder) -> Decoder:
+    """A copy whose tokens are those of the model at times."""
+    other, generator = Decoder(model.config, dtype=model.dtype), torch.Generator().manual_seed(5)
+    other.copy_from(model)
+    for weight in other.parameters():
+        weight.data += torch.empty_like(weight).normal_(std=0.05, generator=generator)
+    return other
+
+
 def small_engine(model: Decoder, **config: Any) -> DynamicInferenceEngine:
     """For at most 4 requests, and without graphs of prompts, which take long to capture, unless the configuration says
     otherwise."""
