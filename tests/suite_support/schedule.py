@@ -40,12 +40,14 @@ LONG = (
 Those of the cluster come after the others, because their shared control plane runs to the end.
 """
 CLUSTER = "tests/cluster/"
+CLUSTER_SHARE = 0.4
+"""Of the workers: those that begin with the tests of the cluster, which take this share of the time of all tests."""
 
 
 class FileScheduling(LoadFileScheduling):
     """A unit of work is a file or a group of files; units start in the order of the collection.
 
-    The first worker begins with the files of the cluster, which wait for most of their time, and the others with the
+    The first workers begin with the files of the cluster, which wait for most of their time, and the others with the
     rest, which compute: a core has work while a test waits, and fewer workers start a control plane. A worker takes
     units of the other kind when none of its own kind is left.
     """
@@ -57,8 +59,8 @@ class FileScheduling(LoadFileScheduling):
         return "machine" if file in MACHINE else file
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        is_first = node.gateway.id == "gw0"
-        own = (scope for scope in self.workqueue if scope.startswith(CLUSTER) == is_first)
+        number, first = int(node.gateway.id.removeprefix("gw")), max(1, round(CLUSTER_SHARE * self.numnodes))
+        own = (scope for scope in self.workqueue if scope.startswith(CLUSTER) == (number < first))
         self.workqueue.move_to_end(next(own, next(iter(self.workqueue))), last=False)
         super()._assign_work_unit(node)
 
