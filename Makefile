@@ -10,8 +10,9 @@ BIN   := $(VENV)/bin
 CACHE := $(or $(MEGATRON_CACHE_DIR),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megatron-inference)
 PIP   := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TERMOUT),,--quiet) --constraint constraints.txt
 SAMPLE := manifests/samples/smollm2.yaml
-# nproc reports OMP_NUM_THREADS if that is set.
-WORKERS ?= $(shell env -u OMP_NUM_THREADS nproc)
+# nproc reports OMP_NUM_THREADS if that is set. Tests wait for two fifths of their time: three workers for two cores.
+CORES   := $(shell env -u OMP_NUM_THREADS nproc)
+WORKERS ?= $(shell echo $$(($(CORES) + $(CORES) / 2)))
 KERNELS := $(abspath $(CACHE))/kernels
 PYTEST := NUMBA_CACHE_DIR=$(KERNELS) $(BIN)/python -u -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 LOCAL := $(BIN)/megatron-operator local --map-path /models=$(CACHE)/models

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from megatron_runtime.apis.serve_config import ServeConfig
-from megatron_runtime.engine.worker.attach import STOP_SECONDS, AttachedEngine, attach_engine
+from megatron_runtime.engine.worker.attach import STOP_SECONDS, AttachedEngine, attach_engine, wait_for_engines
 from megatron_runtime.engine.worker.engine_loop import EngineLoop
 from megatron_runtime.errors import (
     CoordinatorError,
@@ -32,7 +32,6 @@ from megatron_runtime.wire.bodies import Prompt
 
 logger = logging.getLogger(__name__)
 
-READY_SECONDS = 120.0
 TRANSITION_SECONDS = 120.0
 FRONTEND_SECONDS = 120.0
 
@@ -91,7 +90,7 @@ class CoordinatedRuntime:
             if self._world.is_primary:
                 self._client = InferenceClient(self._attached.address, key=self._attached.key, strict_signals=True)
                 await self._client.start()
-                await self._wait_for_engines()
+                await wait_for_engines(self._client, self._world.replica_groups, self._raise_failure)
         except BaseException:
             await self.close()
             raise
@@ -237,14 +236,6 @@ class CoordinatedRuntime:
                 f"the engine of rank {self._world.rank} was not {arrival.value} within {TRANSITION_SECONDS:g} s; it is "
                 f"{self._attached.loop.state.value}"
             ) from None
-
-    async def _wait_for_engines(self) -> None:
-        assert self._client is not None
-        state = await self._client.service_state()
-        async with asyncio.timeout(READY_SECONDS):
-            while sum(engine.ready for engine in state.engines) < self._world.replica_groups:
-                self._raise_failure()
-                state = await self._client.wait_for_state_change(state.revision, 1.0)
 
     async def _watch_loop(self) -> None:
         """Fail outstanding requests at once when the only engine fails: no other engine will serve them."""

@@ -201,6 +201,8 @@ class RunningEngine(ABC):
     ) -> str:
         """Serve a coordinator's requests from a task of the running loop, and return the coordinator's address.
 
+        The rank that starts the coordinator returns when the engines of all replica groups are registered.
+
         Args:
             inference_coordinator_port: Port of the coordinator; None lets a launched one choose.
             launch_inference_coordinator: Start a coordinator process; False connects to a running one.
@@ -211,7 +213,8 @@ class RunningEngine(ABC):
 
         Raises:
             ConfigurationError: The address or the key is invalid, or loop is not the running one.
-            CoordinatorError: The coordinator did not start.
+            CoordinatorError: The coordinator did not start, or not all engines registered in time.
+            EngineError: This rank's engine failed before all engines were registered.
         """
         # Imported here: an engine without a coordinator needs no messages.
         from megatron_runtime.engine.worker.attach import start_listening

@@ -45,9 +45,9 @@ async def test_requests_of_a_killed_engine_continue_on_the_other_one(fleet: Flee
     doomed = fleet.spawn_engine(group=0, step_seconds=0.01)
     client = await fleet.connect()
     await fleet.ready(client, 1)
+    quiet = client.add_request("quiet", LONG)  # first: the other one is assigned after it
     stream = client.stream_request("hello", LONG)
     tokens = list((await anext(stream)).new_tokens)
-    quiet = client.add_request("quiet", LONG)
     engine = FakeEngine()
     fleet.add_engine(engine, group=1)
     await fleet.ready(client, 2)

@@ -109,6 +109,12 @@ def test_replica_groups_give_equal_answers_through_eviction_pause_and_suspension
     assert sum(result["stats"].prefix_hits_total for result in results) > 0
 
 
+def test_no_rank_misses_a_state_because_it_registers_late(checkpoints: tuple[Path, Path]) -> None:
+    """Rank 0 returns from `start_listening_to_data_parallel_coordinator` when all replica groups are registered."""
+    results = run_ranks(world_scenarios.follow_states, 2, 2, free_port(), checkpoints[0])
+    assert results == 2 * [[state.name for state in world_scenarios.SIGNALS.values()]]
+
+
 def test_an_answer_of_a_replica_group_can_be_streamed(checkpoints: tuple[Path, Path]) -> None:
     results = run_ranks(world_scenarios.stream, 2, 2, free_port(), ParallelSizes(pipeline=2), checkpoints[0])
     assert results == [alone(checkpoints[0])["ENDLESS"][0], None]

@@ -13,6 +13,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from torch.distributed import distributed_c10d
 
 from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM, ParallelSizes, join_world
 from megatron_runtime.config import InferenceConfig
+from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.engine.worker.engine_loop import EngineLoop
 from megatron_runtime.errors import (
     CheckpointError,
     ConfigurationError,
@@ -31,6 +34,8 @@ from megatron_runtime.errors import (
     InvalidStateError,
     LostRankError,
 )
+from megatron_runtime.headers import EngineState
+from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.parallel import world_group
 from megatron_runtime.parallel.ranks import Ranks
@@ -41,6 +46,15 @@ GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=32, ignore_eos=Tru
 DRAWN = SamplingParams(temperature=1.5, seed=5, n=2, num_tokens_to_generate=16)
 STREAMED = SamplingParams(temperature=0, num_tokens_to_generate=200, ignore_eos=True, streaming=True)
 ENDLESS = SamplingParams(temperature=0, num_tokens_to_generate=200, ignore_eos=True)
+
+SIGNALS = {
+    "pause": EngineState.PAUSED,
+    "suspend": EngineState.SUSPENDED,
+    "resume": EngineState.RESUMED,
+    "unpause": EngineState.RUNNING,
+    "stop": EngineState.STOPPED,
+}
+"""And the states that engines reach by them."""
 
 
 def enter(rank: int, world_size: int, port: int, sizes: ParallelSizes, rendezvous_timeout: float = 60.0) -> Ranks:
@@ -241,6 +255,34 @@ def _copies(llm: MegatronLLM) -> int:
     assert llm._runtime._client is not None
     state = llm.run_sync(llm._runtime._client.service_state())
     return sum(engine.ready for engine in state.engines)
+
+
+def follow_states(rank: int, world_size: int, port: int, path: Path) -> list[str]:
+    """The states that every rank waits for, as `examples/coordinator.py` does; rank 1 takes long to register."""
+    engine = DynamicInferenceEngine.build(*parts(path, enter(rank, world_size, port, ParallelSizes())).values())
+    run, reached = EngineLoop.run, []
+
+    async def run_late(loop: EngineLoop) -> None:
+        await asyncio.sleep(2.0 * rank)
+        await run(loop)
+
+    async def serve() -> None:
+        address = await engine.start_listening_to_data_parallel_coordinator()
+        client = InferenceClient(address) if rank == 0 else None
+        if client is not None:
+            await client.start()
+        for name, state in SIGNALS.items():
+            if client is not None:
+                getattr(client, f"{name}_engines")()
+            await engine.wait_until(state)
+            reached.append(state.name)
+        if client is not None:
+            client.shutdown_coordinator()
+            client.stop()
+
+    with patch.object(EngineLoop, "run", run_late):
+        asyncio.run(serve())
+    return reached
 
 
 def miss(rank: int, absent: int, world_size: int, port: int) -> str | None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,8 @@ from megatron_runtime.engine.worker.follower_loop import FollowerLoop
 from megatron_runtime.engine.worker.lock_step import LockStepEngine, refuse_request_timeout, run_in_lock_step
 from megatron_runtime.engine.worker.protocol import AttachedLoop, RankEngine
 from megatron_runtime.engine.worker.state_journal import StateJournal
-from megatron_runtime.errors import CoordinatorError
+from megatron_runtime.errors import CoordinatorError, EngineError
+from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.lifecycle import TARGET_OF_STATE, CoordinatorState
 from megatron_runtime.parallel.timeouts import LOAD_TIMEOUT
 from megatron_runtime.parallel.world import World
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 30.0
 STOP_SECONDS = 5.0
+READY_SECONDS = 120.0
+"""For the engines of all replica groups to register."""
 MAX_RESTARTS = 10
 _NORMAL_EXITS = (EXIT_DRAINED, -signal.SIGTERM)
 """Exit codes of a coordinator that was stopped; the signal itself ends one that is already ending."""
@@ -219,11 +223,37 @@ def engine_at(address: str) -> RankEngine | None:
     return _engines.get(coordinator_address(address))
 
 
+async def wait_for_engines(client: InferenceClient, count: int, raise_failure: Callable[[], None]) -> None:
+    """Wait until this number of engines serve the coordinator's requests.
+
+    Args:
+        client: A client that is connected.
+        raise_failure: Raises the failure of this rank's engine, if there is one; called at least once a second.
+
+    Raises:
+        CoordinatorError: Too few engines registered within READY_SECONDS.
+    """
+    state = await client.service_state()
+    ends_at = time.monotonic() + READY_SECONDS
+    while (ready := sum(engine.ready for engine in state.engines)) < count:
+        raise_failure()
+        if time.monotonic() > ends_at:
+            raise CoordinatorError(f"{ready} of {count} engines are ready after {READY_SECONDS:.0f} s")
+        state = await client.wait_for_state_change(state.revision, 1.0)
+
+
 async def start_listening(engine: RankEngine, **options: Any) -> str:
     """As `attach_engine`, for callers that stop engine and coordinator by a client.
 
+    As in Megatron, the rank that starts the coordinator returns when the engines of all replica groups are registered:
+    an engine that registers later takes the state of the service, and may miss the states that callers wait for.
+
     Returns:
         The address of the coordinator.
+
+    Raises:
+        EngineError: This rank's engine failed before.
+        CoordinatorError: Not all engines registered in time.
     """
     attached = await attach_engine(engine, **options)
     _engines[coordinator_address(attached.address)] = engine
@@ -237,4 +267,25 @@ async def start_listening(engine: RankEngine, **options: Any) -> str:
     task = asyncio.create_task(end())
     _attached.add(task)
     task.add_done_callback(_attached.discard)
+    if attached.coordinator is not None:
+        await _wait_for_all(attached, attached.coordinator, World.current(engine.ranks.position).replica_groups)
     return attached.address
+
+
+async def _wait_for_all(attached: AttachedEngine, coordinator: SupervisedCoordinator, count: int) -> None:
+    """End the engine and its coordinator if not all engines register."""
+
+    def raise_failure() -> None:
+        if attached.task.done():
+            raise EngineError(f"the engine has ended: {attached.loop.failure}") from attached.loop.failure
+
+    client = InferenceClient(attached.address, key=attached.key)
+    try:
+        await client.start()
+        await wait_for_engines(client, count, raise_failure)
+    except BaseException:
+        attached.task.cancel()
+        await coordinator.stop(STOP_SECONDS)
+        raise
+    finally:
+        client.stop()
