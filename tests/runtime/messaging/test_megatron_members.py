@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 import pytest
 import zmq
 from messaging_support.fake_engine import FakeEngine, expected_tokens
 from messaging_support.fleet import Fleet, until
+from runtime_support.processes import children_of
 
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.errors import RequestTimeoutError
+from megatron_runtime.engine.worker import attach
+from megatron_runtime.errors import CoordinatorError, RequestTimeoutError
 from megatron_runtime.headers import EngineState
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.inference_client.async_stream import AsyncStream
 from megatron_runtime.inference_request import unwrap_serialized_tensors
+from megatron_runtime.parallel.world import World
 from megatron_runtime.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=6, ignore_eos=True)
@@ -240,3 +244,16 @@ async def test_the_length_of_a_prompt_is_in_results_that_leave_the_prompt_out(
     params.return_prompt_tokens = True
     result = unwrap_serialized_tensors(await client.add_request([1, 2, 3, 4], params))
     assert (result["prompt_length"], result["prompt_tokens"]) == (4, [1, 2, 3, 4])
+
+
+async def test_engines_that_do_not_register_in_time_end_the_start_with_an_error(
+    tiny_parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And with the coordinator, whose process is the only one that this test starts."""
+    monkeypatch.setattr(attach, "READY_SECONDS", 0.0)
+    monkeypatch.setattr(World, "replica_groups", 2)
+    before = children_of(os.getpid()).keys()
+    with pytest.raises(CoordinatorError, match=r"[01] of 2 engines are ready after 0 s"):
+        await engine_of(tiny_parts).start_listening_to_data_parallel_coordinator()
+    left = [line for pid, line in children_of(os.getpid()).items() if pid not in before and "coordinator" in line]
+    assert left == []
