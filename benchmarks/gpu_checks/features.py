@@ -23,7 +23,7 @@ GRAPHS: dict[str, dict[str, Any]] = {
 }
 DRAFTS = 3
 LENGTHS = (40, 33, 37, 29)
-"""Of answers; some in the cases, in which a model repeats itself, have accepted drafts."""
+"""Of answers: long enough for a model to repeat itself, so that prompt lookup finds drafts that are accepted."""
 DRY_CASES = ("greedy",)
 """Those of a dry run: the tests run all of them."""
 
