@@ -8,11 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu_support.engine_cases import ADAPTED, CASES, RECURRENT
-from gpu_support.small_engine import generate, random_decoder, small_engine, with_noise
-from runtime_support.adapters import write_adapter_of
+from gpu_support.engine_cases import CASES, RECURRENT, write_adapters
+from gpu_support.small_engine import generate, on_gpu, random_decoder, small_engine, with_noise
 
-from gpu_checks.correctness import on_device, same_tokens
+from gpu_checks.correctness import same_tokens
 from gpu_checks.results import Check, Result, Sizes
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.sampling_params import SamplingParams
@@ -48,19 +47,16 @@ def check_case(sizes: Sizes, name: str, case: dict[str, Any]) -> Iterator[Result
     model = random_decoder(**given["model"])
     expected = generate(small_engine(model, **given["config"]), given["params"], given["between"])
     for kind, passes in kinds(sizes).items():
-        engine = small_engine(on_device(model), **(passes | given["config"]))
+        engine = small_engine(on_gpu(model), **(passes | given["config"]))
         found = generate(engine, given["params"], given["between"])
         yield same_tokens(f"engine's tokens, {name}, {kind}", found, expected)
 
 
 def check_adapters(sizes: Sizes) -> Iterator[Result]:
     """Requests with two adapters, and one without, in the same passes."""
-    shapes = {f"model.layers.0.{name}": size for name, size in ADAPTED.items()}
-    targets, model = [name.rpartition(".")[2] for name in ADAPTED], random_decoder(num_layers=1)
+    model = random_decoder(num_layers=1)
     with tempfile.TemporaryDirectory() as name:
-        folders = [
-            write_adapter_of(Path(name) / each, shapes, targets=targets, seed=len(each)) for each in ("one", "three")
-        ]
+        folders = write_adapters(Path(name))
 
         def tokens(engine: DynamicInferenceEngine) -> list[list[int]]:
             for folder in folders:
@@ -76,7 +72,7 @@ def check_adapters(sizes: Sizes) -> Iterator[Result]:
 
         expected = tokens(small_engine(model))
         for kind, passes in kinds(sizes).items():
-            found = tokens(small_engine(on_device(model), **passes))
+            found = tokens(small_engine(on_gpu(model), **passes))
             yield same_tokens(f"engine's tokens, adapters, {kind}", found, expected)
 
 
@@ -87,8 +83,8 @@ def check_drafts(sizes: Sizes) -> Iterator[Result]:
     drafts = {"prompt lookup": None, "a draft model": with_noise(model)}
     for origin, draft in [*drafts.items()][: None if sizes.has_gpu else 1]:
         for kind, passes in kinds(sizes).items():
-            options = {} if draft is None else {"speculative_draft_model": on_device(draft)}
-            engine = small_engine(on_device(model), num_speculative_tokens=DRAFTS, **(passes | options))
+            options = {} if draft is None else {"speculative_draft_model": on_gpu(draft)}
+            engine = small_engine(on_gpu(model), num_speculative_tokens=DRAFTS, **(passes | options))
             engine.context.clock = lambda: 0.0  # drafts are tried whatever they cost
             result = same_tokens(
                 f"engine's tokens, drafts of {origin}, {kind}", generate(engine, {}, lengths=LENGTHS), expected

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_support.engine_cases import ADAPTED, CASES, RECURRENT
+from gpu_support.engine_cases import CASES, RECURRENT, write_adapters
 from gpu_support.pretended import PretendedTensor, Work, pretended_device
 from gpu_support.small_engine import (
     LATENTS,
@@ -19,7 +19,6 @@ from gpu_support.small_engine import (
     random_decoder,
     small_engine,
 )
-from runtime_support.adapters import write_adapter_of
 from runtime_support.byte_backend import END
 
 from megatron_runtime.config import InferenceConfig
@@ -86,9 +85,7 @@ def test_recurrent_layers_give_the_tokens_of_the_cpu(case: dict[str, Any]) -> No
 def test_requests_with_adapters_have_the_tokens_of_the_cpu_without_a_wait_or_an_unpinned_copy(tmp_path: Path) -> None:
     """In passes that other requests share; the rows of each adapter come with the other tables. The launches depend on
     the number of adapters alone."""
-    shapes = {f"model.layers.0.{name}": size for name, size in ADAPTED.items()}
-    targets = [name.rpartition(".")[2] for name in ADAPTED]
-    folders = [write_adapter_of(tmp_path / name, shapes, targets=targets, seed=len(name)) for name in ("one", "three")]
+    folders = write_adapters(tmp_path)
     model = random_decoder(num_layers=1)
 
     def answers(engine: DynamicInferenceEngine, names: Sequence[str | None]) -> list[list[int]]:

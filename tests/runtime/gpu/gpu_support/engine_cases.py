@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from gpu_support.small_engine import LATENTS, LOWER_CASE, suspend_and_resume
+from runtime_support.adapters import write_adapter_of
 
 from megatron_runtime.model.config import ClampedGate, ExpertsConfig, QueryTemperature
 from megatron_runtime.model.recurrent_config import GatedDeltaConfig, Mamba2Config
@@ -64,3 +66,10 @@ RECURRENT: dict[str, dict[str, Any]] = {
 """The same, for models with recurrent layers."""
 ADAPTED = {"self_attn.q_proj": (32, 32), "self_attn.v_proj": (16, 32), "mlp.down_proj": (32, 64)}
 """Modules with adapters, and the shapes of their matrices in `random_decoder`."""
+
+
+def write_adapters(folder: Path) -> list[Path]:
+    """Two adapters of these modules in the first layer, "one" and "three"."""
+    shapes = {f"model.layers.0.{name}": size for name, size in ADAPTED.items()}
+    targets = [name.rpartition(".")[2] for name in ADAPTED]
+    return [write_adapter_of(folder / name, shapes, targets=targets, seed=len(name)) for name in ("one", "three")]
