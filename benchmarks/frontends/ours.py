@@ -39,9 +39,9 @@ async def deploy() -> FrontendDeployment:
         ChildTask(
             role="frontend",
             module="megatron_runtime.server.frontend",
-            options={**options.serialize(), "listen_fd": listening.fileno()},
+            options=options.serialize(),
             environment={"PROMETHEUS_MULTIPROC_DIR": str(folder / "metrics")},
-            inherited=(listening.fileno(),),
+            descriptors={"listen_fd": listening.fileno()},
         ),
         on_report=lambda report: serving.set() if report.get("phase") == "Serving" else None,
     )

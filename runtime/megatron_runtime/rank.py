@@ -54,7 +54,7 @@ def main() -> None:
     link = ParentLink.from_arguments()
     options = RankOptions.deserialize(link.options)
     _report_phase(link, RankPhase.STARTING)
-    _import_engine()
+    preload()
     # By now the launcher has inspected the checkpoint, or is about to finish.
     link.receive_options()
     plan = RankPlan.deserialize(link.options)
@@ -154,7 +154,7 @@ def _measured_kv_cache(model: Decoder, tokenizer: Tokenizer, config: InferenceCo
     return size
 
 
-def _import_engine() -> None:
+def preload() -> None:
     """Imports the modules of a rank, which takes more than a second, while the launcher inspects the checkpoint.
 
     Nearly all of the million objects created here are permanent: freezing them keeps the garbage collector from

@@ -26,6 +26,7 @@ from megatron_runtime.launch.ports import bind_control, bind_metrics
 from megatron_runtime.launch.preflight import plan_engine
 from megatron_runtime.launch.tasks import PendingPlan, rank_plan
 from megatron_runtime.launch.termination import Outcome
+from megatron_runtime.processes.fork_server import ForkServer
 from megatron_runtime.processes.parent_link import EXIT_DRAINED, EXIT_FAILURE
 from megatron_runtime.processes.supervisor import ChildEnd
 from megatron_runtime.wire.security import is_loopback
@@ -103,7 +104,8 @@ class Launcher:
         inspection = asyncio.create_task(inspect_source(self._options.model, self._options.engine))
         planned: PendingPlan = asyncio.get_running_loop().create_future()
         try:
-            if self._options.local_ranks <= usable_cores():  # more ranks than cores would slow down the inspection
+            # More ranks than cores that import for themselves would slow down the inspection.
+            if ForkServer.is_available() or self._options.local_ranks <= usable_cores():
                 self._start_ranks(planned)
             await asyncio.to_thread(_import_services)
             await self._bind()

@@ -16,9 +16,11 @@ from megatron_runtime.launch.ports import LOOPBACK, RENDEZVOUS_PORT, free_loopba
 from megatron_runtime.launch.preflight import EnginePlan
 from megatron_runtime.launch.rank_options import RankOptions, RankPlan
 from megatron_runtime.launch.routing_policy import coordinator_policy
-from megatron_runtime.processes.child import ChildTask
+from megatron_runtime.processes.child import INTERPRETERS, ChildTask
+from megatron_runtime.processes.spawning import Spawner
 from megatron_runtime.wire.security import key_environment
 
+RANK_MODULE = "megatron_runtime.rank"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 # Large pages, and memory that is reused from one pass to the next, save a quarter of the time of a prompt's pass. The
@@ -65,10 +67,12 @@ def rank_plan(facts: CheckpointFacts, plan: EnginePlan, *, address: str) -> Rank
     )
 
 
-def replica_group_tasks(options: LaunchOptions, plan: PendingPlan, *, ranks: range, key: str | None) -> list[ChildTask]:
+def replica_group_tasks(
+    options: LaunchOptions, plan: PendingPlan, *, ranks: range, key: str | None, spawner: Spawner
+) -> list[ChildTask]:
     """The ranks of one replica group that this pod runs, for one start."""
     address = rendezvous_address(options)
-    return [rank_task(options, plan, rank=rank, key=key, rendezvous=address) for rank in ranks]
+    return [rank_task(options, plan, rank=rank, key=key, rendezvous=address, spawner=spawner) for rank in ranks]
 
 
 def rendezvous_address(options: LaunchOptions) -> tuple[str, int] | None:
@@ -91,9 +95,9 @@ def rank_task(
     rank: int,
     key: str | None,
     rendezvous: tuple[str, int] | None = None,
+    spawner: Spawner = INTERPRETERS,
 ) -> ChildTask:
-    """One rank. Its number of threads is in the environment, since it must be set before torch is imported."""
-    threads = str(threads_per_rank(options))
+    """One rank."""
     rank_options = RankOptions(
         rank=rank,
         replica_group=rank // options.engine.ranks_per_replica_group,
@@ -106,11 +110,17 @@ def rank_task(
     )
     return ChildTask(
         role=f"rank {rank}",
-        module="megatron_runtime.rank",
+        module=RANK_MODULE,
         options=rank_options.serialize(),
-        environment=key_environment(key) | dict.fromkeys(_THREAD_VARIABLES, threads) | compute_environment(),
+        environment=key_environment(key) | rank_environment(options),
         later=plan,
+        spawner=spawner,
     )
+
+
+def rank_environment(options: LaunchOptions) -> dict[str, str]:
+    """Environment of all ranks of this pod that must be set when a process starts and before torch is imported."""
+    return dict.fromkeys(_THREAD_VARIABLES, str(threads_per_rank(options))) | compute_environment()
 
 
 def compute_environment() -> dict[str, str]:

@@ -10,19 +10,21 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from io import FileIO
 from typing import Any, TextIO
 
 from megatron_runtime.processes.log_format import PROCESS_VARIABLE, relayed
 from megatron_runtime.processes.parent_link import BEAT_SECONDS
+from megatron_runtime.processes.spawning import ChildProcess, Command, Interpreters, Spawner, pipe
 
 logger = logging.getLogger(__name__)
 
 TAIL_LINES = 40
 """Lines of a child's output that are kept for the message about its end."""
 LONGEST_LINE = 64 * 1024
-PRIVATE_VARIABLES = frozenset({"MEGATRON_CONTROL_TOKEN"})
+INTERPRETERS = Interpreters(hidden_variables=frozenset({"MEGATRON_CONTROL_TOKEN"}))
 
 Report = Mapping[str, Any]
 ReportHandler = Callable[[Report], None]
@@ -34,19 +36,25 @@ def _ignore(_: Report) -> None:
 
 @dataclass(frozen=True)
 class ChildTask:
-    """A process to start: ``python -m module`` with options as JSON, and inherited descriptors."""
+    """A process to start: ``python -m module`` with options as JSON.
+
+    Attributes:
+        descriptors: File descriptors that it inherits, by the names of the options that have their numbers.
+        spawner: How it starts.
+    """
 
     role: str
     module: str
     options: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    inherited: Sequence[int] = ()
+    descriptors: Mapping[str, int] = field(default_factory=dict)
     log_level: str = "INFO"
     gets_beats: bool = False
     """Whether the parent sends it heartbeats, see ``ParentLink.parents_silence``."""
     later: asyncio.Future[Mapping[str, Any]] | None = None
     """Options that are not known when the process starts, see ``ParentLink.receive_options``. Excludes ``gets_beats``.
     """
+    spawner: Spawner = INTERPRETERS
 
     def __post_init__(self) -> None:
         assert self.later is None or not self.gets_beats, "standard input is for one of them"
@@ -65,40 +73,38 @@ class Child:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._on_report = on_report
         self._log = log
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ChildProcess | None = None
         self._readers: list[asyncio.Task[None]] = []
         self._writing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the process. Raises OSError if that fails."""
-        read_end, write_end = os.pipe()
-        options = {**self.task.options, "parent_pid": os.getpid(), "report_fd": write_end}
-        options["log_level"] = self.task.log_level
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-u", "-m", self.task.module, json.dumps(options)),
-                stdin=asyncio.subprocess.PIPE if self._writes else asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env=_environment(self.task),
-                pass_fds=(write_end, *self.task.inherited),
-                process_group=0,
-                limit=LONGEST_LINE,
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            lines, output = pipe()
+            reports, report = pipe()
+            stdin, words = pipe() if self._writes else (FileIO(os.devnull), None)
+            for end in (lines, reports, *([words] if words else [])):
+                ours.enter_context(end)
+            for end in (output, report, stdin):
+                theirs.enter_context(end)
+            command = Command(
+                module=self.task.module,
+                options={**self.task.options, "parent_pid": os.getpid(), "log_level": self.task.log_level},
+                descriptors={**self.task.descriptors, "report_fd": report.fileno()},
+                environment={PROCESS_VARIABLE: self.task.role, **self.task.environment},
+                stdin=stdin.fileno(),
+                output=output.fileno(),
             )
-        except BaseException:
-            os.close(read_end)
-            raise
-        finally:
-            os.close(write_end)
-        assert self._process.stdout is not None
+            self._process = await self.task.spawner.spawn(command)
+            ours.pop_all()
         self._readers = [
-            asyncio.create_task(self._read_output(self._process.stdout)),
-            asyncio.create_task(self._read_reports(read_end)),
+            asyncio.create_task(_read_lines(lines, self._log_line)),
+            asyncio.create_task(_read_lines(reports, self._deliver)),
         ]
-        if self._process.stdin is not None:
+        if words is not None:
             later = self.task.later
-            writing = _keep_beating(self._process.stdin) if later is None else _send(later, self._process.stdin)
-            self._writing = asyncio.create_task(writing)
+            self._writing = asyncio.create_task(_keep_beating(words) if later is None else _send(later, words))
+            self._writing.add_done_callback(lambda _: words.close())
 
     @property
     def _writes(self) -> bool:
@@ -150,21 +156,9 @@ class Child:
         self.send_signal(signal.SIGKILL)
         return await self.wait()
 
-    async def _read_output(self, stream: asyncio.StreamReader) -> None:
-        async for line in _lines(stream):
-            self.tail.append(line)
-            print(relayed(self.task.role, line), file=self._log or sys.stderr, flush=True)
-
-    async def _read_reports(self, descriptor: int) -> None:
-        stream = asyncio.StreamReader(limit=LONGEST_LINE)
-        with os.fdopen(descriptor, "rb") as pipe:
-            loop = asyncio.get_running_loop()
-            transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
-            try:
-                async for line in _lines(stream):
-                    self._deliver(line)
-            finally:
-                transport.close()
+    def _log_line(self, line: str) -> None:
+        self.tail.append(line)
+        print(relayed(self.task.role, line), file=self._log or sys.stderr, flush=True)
 
     def _deliver(self, line: str) -> None:
         try:
@@ -178,24 +172,31 @@ class Child:
             logger.exception("the report %.200s of %s could not be handled", line, self.task.role)
 
 
-def _environment(task: ChildTask) -> dict[str, str]:
-    """The environment of this process and that of the task, without private variables of the launcher."""
-    inherited = {name: value for name, value in os.environ.items() if name not in PRIVATE_VARIABLES}
-    return inherited | {PROCESS_VARIABLE: task.role} | dict(task.environment)
+async def _keep_beating(pipe: FileIO) -> None:
+    os.set_blocking(pipe.fileno(), False)  # a child that was stopped reads nothing
+    with contextlib.suppress(BrokenPipeError):
+        while True:
+            pipe.write(b".")
+            await asyncio.sleep(BEAT_SECONDS)
 
 
-async def _keep_beating(pipe: asyncio.StreamWriter) -> None:
-    while not pipe.is_closing():
-        pipe.write(b".")
-        await asyncio.sleep(BEAT_SECONDS)
-
-
-async def _send(later: asyncio.Future[Mapping[str, Any]], pipe: asyncio.StreamWriter) -> None:
+async def _send(later: asyncio.Future[Mapping[str, Any]], pipe: FileIO) -> None:
     # Shielded, because several children may wait for the same options and one of them may end.
     options = await asyncio.shield(later)
-    with contextlib.suppress(ConnectionError):  # The supervisor reports the end of the child.
+    with contextlib.suppress(BrokenPipeError):  # The supervisor reports the end of the child.
         pipe.write(json.dumps(dict(options)).encode() + b"\n")
-        await pipe.drain()
+
+
+async def _read_lines(pipe: FileIO, receive: Callable[[str], None]) -> None:
+    stream = asyncio.StreamReader(limit=LONGEST_LINE)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), pipe
+    )
+    try:
+        async for line in _lines(stream):
+            receive(line)
+    finally:
+        transport.close()
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:

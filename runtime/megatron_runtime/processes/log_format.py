@@ -63,7 +63,7 @@ def configure_logging(level: str | int) -> None:
         handler.setFormatter(_LauncherFormatter())
     else:
         handler.setFormatter(TextFormatter())
-    logging.basicConfig(level=level, handlers=[handler])
+    logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
 class _LauncherFormatter(TextFormatter):

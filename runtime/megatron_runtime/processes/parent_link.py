@@ -60,6 +60,10 @@ class ParentLink:
             sys.exit(EXIT_FAILURE)
         self.options |= json.loads(line)
 
+    def close(self) -> None:
+        """End the reports."""
+        os.close(self._report_fd)
+
     def take_death_of_parent_as(self, number: signal.Signals) -> None:
         """Request this signal at the end of the parent. Other signals than SIGKILL let a child write its last data."""
         die_with_parent(self._parent_pid, number)

@@ -15,16 +15,24 @@ from typing import Any
 from megatron_runtime.errors import ConfigurationError, CoordinatorError
 from megatron_runtime.notifier import Notifier
 from megatron_runtime.processes.allocator import returns_large_blocks
-from megatron_runtime.processes.child import ChildTask
+from megatron_runtime.processes.child import INTERPRETERS, ChildTask
+from megatron_runtime.processes.spawning import Spawner
 from megatron_runtime.processes.supervisor import HANG_SECONDS, ChildEnd, Supervisor
 from megatron_runtime.server.api_keys import TOKEN_DIGEST_VARIABLE, ApiKeys, api_keys_environment, digest
 from megatron_runtime.server.options import FrontendOptions
 from megatron_runtime.wire.security import key_environment
 
+FRONTEND_MODULE = "megatron_runtime.server.frontend"
 START_SECONDS = 30.0
 """To the first heartbeat of a frontend, which imports much and loads a tokenizer; then it is replaced."""
 ABORT_SECONDS = 3.0
 """Time for frontends, at the end of a drain, to send errors for the requests that they abort."""
+
+
+def process_environment(metrics_folder: str | None) -> dict[str, str]:
+    """Environment of a frontend that must be set when the process starts and before its imports."""
+    folder = {} if metrics_folder is None else {"PROMETHEUS_MULTIPROC_DIR": metrics_folder}
+    return returns_large_blocks() | folder
 
 
 class FrontendGroup:
@@ -35,6 +43,7 @@ class FrontendGroup:
         key: The coordinator's shared secret, if any.
         api_keys: API keys that are valid beside those of the file.
         control_token: Secret for the routes that control the service; None disables them.
+        spawner: Starts the processes.
         hang_timeout: Seconds without a heartbeat after which a frontend is considered hung and is replaced.
         blocked_timeout: The same if all its threads are blocked.
         on_change: Called when a frontend starts, exits, begins to listen or to drain.
@@ -51,6 +60,7 @@ class FrontendGroup:
         key: str | None,
         api_keys: Sequence[str] = (),
         control_token: str | None = None,
+        spawner: Spawner = INTERPRETERS,
         hang_timeout: float = HANG_SECONDS,
         blocked_timeout: float = math.inf,
         on_change: Callable[[], None] = lambda: None,
@@ -60,6 +70,7 @@ class FrontendGroup:
         options.http.certificate()
         self.options = options
         self._socket = sock
+        self._spawner = spawner
         self._environment = key_environment(key) | api_keys_environment(api_keys)
         if control_token is not None:
             self._environment[TOKEN_DIGEST_VARIABLE] = digest(control_token).hex()
@@ -161,15 +172,13 @@ class FrontendGroup:
         self._socket.close()
 
     def _task(self, index: int) -> ChildTask:
-        environment = returns_large_blocks() | dict(self._environment)
-        if self.options.metrics_folder is not None:
-            environment["PROMETHEUS_MULTIPROC_DIR"] = self.options.metrics_folder
         return ChildTask(
             role=f"frontend {index}",
-            module="megatron_runtime.server.frontend",
-            options={**self.options.serialize(), "listen_fd": self._socket.fileno()},
-            environment=environment,
-            inherited=(self._socket.fileno(),),
+            module=FRONTEND_MODULE,
+            options=self.options.serialize(),
+            environment=process_environment(self.options.metrics_folder) | self._environment,
+            descriptors={"listen_fd": self._socket.fileno()},
+            spawner=self._spawner,
         )
 
     def _report(self, index: int, report: Any) -> None:

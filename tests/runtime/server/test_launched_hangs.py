@@ -89,7 +89,7 @@ def test_a_hanging_process_is_replaced(watched_pod: Any, victim: str) -> None:
             state["restarts"] == restarts + 1
             and state["ready"]
             and len(state["replicaGroups"]) == REPLICAS
-            and len(pod.children()) == REPLICAS + 3
+            and len(pod.children()) == REPLICAS + 5
         )
     )
     assert not is_alive(stopped)

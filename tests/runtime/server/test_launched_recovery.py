@@ -86,7 +86,7 @@ def test_a_rank_that_fails_repeatedly_ends_the_launcher(start_pod: StartPod, tin
 
 def test_no_process_survives_a_killed_launcher(start_pod: StartPod, tiny_checkpoint: Path) -> None:
     pod = start_pod("--model", str(tiny_checkpoint), "--kv-cache-memory", "32Mi").wait_ready()
-    assert len(pod.children()) == 4
+    assert len(pod.children()) == 6
     pod.end()  # by SIGKILL, and checks for remaining processes
 
 
