@@ -17,16 +17,16 @@ _CONTROL = re.compile(r"control API on http://[^:]+:(\d+)")
 _INSPECTED = re.compile(r"weights .*, up to \d+ tokens")
 
 STAGES = {
-    "ranks started": "the process of the first rank runs",
     "checkpoint inspected": "the preflight has accepted the checkpoint",
-    "load begins": "the rank has imported torch and read the first piece of a tensor",
+    "frontend listens": "the first frontend answers GET /health",
+    "ranks started": "the process of the first rank runs, and has torch",
+    "load begins": "the rank has read the first piece of a tensor",
     "weights read": "all tensors are dequantized and have their final data type",
     "engine built": "weights are packed, kernels and tokenizer are loaded",
-    "frontend listens": "the first frontend answers GET /health",
     "ready": "GET /ready is 200",
     "first answer": "a completion of one token is answered",
 }
-"""Stages in the order of the output; the first five run in parallel with the sixth."""
+"""Stages in the order of the output; the frontends start in parallel with the ranks."""
 
 
 def watch_stages(start: Start) -> dict[str, float]:
