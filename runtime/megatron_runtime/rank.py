@@ -55,6 +55,7 @@ def main() -> None:
     options = RankOptions.deserialize(link.options)
     _report_phase(link, RankPhase.STARTING)
     preload()
+    gc.freeze()  # The objects of the imports are permanent, and take long to scan.
     # By now the launcher has inspected the checkpoint, or is about to finish.
     link.receive_options()
     plan = RankPlan.deserialize(link.options)
@@ -155,18 +156,10 @@ def _measured_kv_cache(model: Decoder, tokenizer: Tokenizer, config: InferenceCo
 
 
 def preload() -> None:
-    """Imports the modules of a rank, which takes more than a second, while the launcher inspects the checkpoint.
-
-    Nearly all of the million objects created here are permanent: freezing them keeps the garbage collector from
-    scanning them, now and in every full collection.
-    """
-    gc.disable()
-    try:
-        for module in ("engine.worker.engine_loop", "engine.dynamic_engine", "model.checkpoint"):
-            importlib.import_module(f"megatron_runtime.{module}")
-    finally:
-        gc.freeze()
-        gc.enable()
+    """Imports the modules of a rank, which takes two seconds, while the launcher inspects the checkpoint."""
+    for module in ("engine.worker.engine_loop", "engine.dynamic_engine", "model.checkpoint", "model.tokenizer"):
+        importlib.import_module(f"megatron_runtime.{module}")
+    importlib.import_module("megatron_runtime.model.kernels.compiled").import_loader()
 
 
 def _join_replica_group(link: ParentLink, options: RankOptions) -> Ranks:

@@ -11,8 +11,8 @@ from megatron_runtime.launch.ports import bind_http
 from megatron_runtime.processes.child import INTERPRETERS
 from megatron_runtime.processes.fork_server import ForkServer
 from megatron_runtime.processes.hang_detection import BLOCKED_SECONDS
-from megatron_runtime.processes.supervisor import ChildEnd
-from megatron_runtime.server.frontend_group import FRONTEND_MODULE, FrontendGroup, process_environment
+from megatron_runtime.processes.supervisor import FIRST_START_FACTOR, ChildEnd
+from megatron_runtime.server.frontend_group import FRONTEND_MODULE, START_SECONDS, FrontendGroup, process_environment
 from megatron_runtime.server.options import FrontendOptions
 
 FRONTEND_HANG = 10.0
@@ -52,6 +52,7 @@ class PodFrontends:
                 FRONTEND_MODULE,
                 process_environment(str(self.metrics_folder.path)),
                 hang_timeout=options.hang_timeout,
+                start_timeout=FIRST_START_FACTOR * START_SECONDS,
             )
             self._fork_server.start()  # It imports modules while the checkpoint is inspected.
         self._group: FrontendGroup | None = None

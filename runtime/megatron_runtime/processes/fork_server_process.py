@@ -55,7 +55,6 @@ def _import(name: str) -> ModuleType:
     module = importlib.import_module(name)
     if hasattr(module, "preload"):
         module.preload()
-    gc.disable()
     gc.freeze()
     return module
 

@@ -28,9 +28,16 @@ def source_digest(file: Path, package: Path = PACKAGE) -> str:
         path = todo.pop()
         name = path.relative_to(package).as_posix()
         if name not in sources:
-            sources[name] = path.read_bytes()
-            todo += [each for each in _imported(sources[name], package) if each.is_file()]
+            sources[name], imported = _module(path, package)
+            todo += imported
     return hashlib.sha256(repr(sorted(sources.items())).encode()).hexdigest()
+
+
+@cache
+def _module(path: Path, package: Path) -> tuple[bytes, list[Path]]:
+    """The source of a module, and the modules of ``package`` that it imports."""
+    source = path.read_bytes()
+    return source, [each for each in _imported(source, package) if each.is_file()]
 
 
 def _imported(source: bytes, package: Path) -> Iterator[Path]:
