@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 from pathlib import Path
 
@@ -49,6 +50,20 @@ def test_neither_the_path_nor_other_modules_change_the_digest(package: Path, tmp
     (package / "kernels/other.py").write_text("changed = True\n")
     moved = shutil.move(package, tmp_path / "elsewhere/package")
     assert digest(Path(moved)) == before
+
+
+def test_the_pattern_finds_the_imports_of_the_syntax_trees() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        imports = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom))
+        names = {
+            name
+            for each in imports
+            if (each.module or "").startswith(PACKAGE.name)
+            for name in (each.module, *(f"{each.module}.{alias.name}" for alias in each.names))
+        }
+        places = {PACKAGE.parent.joinpath(*name.split(".")).with_suffix(".py") for name in names}
+        found = {each for each in kernel_cache._imported(path.read_bytes(), PACKAGE) if each.name != "__init__.py"}
+        assert {each for each in found if each.is_file()} == {each for each in places if each.is_file()}, path
 
 
 def test_numba_finds_kernels_by_the_digest_of_their_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
