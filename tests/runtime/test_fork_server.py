@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import io
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ import pytest
 from runtime_support.processes import children_of, is_alive
 
 from megatron_runtime.processes.child import Child, ChildTask
-from megatron_runtime.processes.fork_server import ForkServer
+from megatron_runtime.processes.fork_server import _PR_SET_CHILD_SUBREAPER, ForkServer
 from megatron_runtime.processes.parent_link import EXIT_FAILURE
 from megatron_runtime.processes.supervisor import Supervisor
 
 CHILD = """
-import json, os, signal, sys, time
+import json, os, signal, subprocess, sys, time
 from megatron_runtime.processes.parent_link import ParentLink
 
 IMPORTED_BY = os.getpid()
@@ -50,6 +51,8 @@ def main():
     )
     if options.get("act") == "wait":
         time.sleep(60)
+    if options.get("act") == "leave a process":
+        print(subprocess.Popen(["sleep", "2"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid)
     if options.get("act") == "raise":
         raise ValueError("an unexpected value")
     sys.exit(options.get("code", 0))
@@ -81,6 +84,13 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "forked_child.py").write_text(CHILD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     return "forked_child"
+
+
+@pytest.fixture(autouse=True)
+def no_adoption() -> Iterator[None]:
+    """Other tests of this process expect that orphans are not moved to it."""
+    yield
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 @pytest.fixture
@@ -126,6 +136,11 @@ class Start:
 def servers() -> list[int]:
     """The fork servers of this process."""
     return [pid for pid, command in children_of(os.getpid()).items() if "fork_server_process" in command]
+
+
+def exists(pid: str) -> bool:
+    """Also of a zombie."""
+    return Path("/proc", pid).exists()
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -175,6 +190,15 @@ async def test_an_exception_is_in_the_output_and_ends_the_child_alone(server: Fo
     assert is_alive(report["imported_by"])
 
 
+async def test_no_process_that_a_child_leaves_stays_a_zombie(server: ForkServer, tmp_path: Path) -> None:
+    start = Start(server, tmp_path, act="leave a process")
+    await start.begin()
+    assert await start.child.wait() == 0
+    left = start.child.tail[-1]
+    assert exists(left)
+    await until(lambda: not exists(left))
+
+
 async def test_signals_end_a_child(server: ForkServer, tmp_path: Path) -> None:
     start = Start(server, tmp_path, act="wait")
     await start.begin()
@@ -209,6 +233,7 @@ async def test_a_hanging_server_is_killed_and_the_child_started_again(program: s
 async def test_a_start_that_is_cancelled_leaves_no_process(program: str, tmp_path: Path) -> None:
     server = ForkServer("fork server", program, {"PRELOAD_SECONDS": "0.5"}, log=io.StringIO())
     start = Start(server, tmp_path, act="wait")
+    before = set(children_of(os.getpid()))
     starting = asyncio.create_task(start.begin())
     await until(servers)
     starting.cancel()
@@ -216,9 +241,9 @@ async def test_a_start_that_is_cancelled_leaves_no_process(program: str, tmp_pat
     other = Start(server, tmp_path)
     await other.begin()
     await other.child.wait()
-    assert list(children_of(os.getpid())) == servers()
+    assert set(children_of(os.getpid())) - before == set(servers())
     await server.close()
-    assert not children_of(os.getpid())
+    assert set(children_of(os.getpid())) == before
 
 
 async def test_closing_ends_a_start_at_once(program: str, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import math
 import os
 import signal
 import socket
+import threading
 from collections import deque
 from collections.abc import Mapping
 from typing import TextIO
@@ -34,7 +35,8 @@ class ForkServer:
     the kernel kills it when the thread that called ``start`` ends. It does not depend on the fork server: a fork
     server that has ended is replaced before the next child starts.
 
-    Call it from a permanent thread; this process becomes the parent of orphaned descendants.
+    Call it from a permanent thread. This process becomes the parent of orphaned descendants, and waits for those of the
+    children.
 
     Args:
         role: Names the process in the log.
@@ -178,8 +180,18 @@ class ForkedProcess:
         asyncio.get_running_loop().remove_reader(self._descriptor)
         os.close(self._descriptor)
         _, status = os.waitpid(self.pid, 0)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, 0)
+            threading.Thread(target=_reap_orphans, args=(self.pid,), daemon=True).start()
         self.returncode = os.waitstatus_to_exitcode(status)
         self._ended.set_result(self.returncode)
+
+
+def _reap_orphans(group: int) -> None:
+    """Wait for the descendants that a child has left in its process group: they are children of this process now."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-group, 0)
 
 
 def _received(connection: socket.socket) -> bytes:

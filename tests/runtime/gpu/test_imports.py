@@ -15,7 +15,7 @@ def test_a_rank_on_a_cpu_imports_neither_the_kernels_for_gpus_nor_triton() -> No
     script = (
         "import sys\n"
         "from megatron_runtime import rank\n"
-        "rank._import_engine()\n"
+        "rank.preload()\n"
         "from megatron_runtime.engine import largest_pass\n"
         "print([name for name in sys.modules if name.startswith(('triton', 'megatron_runtime.gpu'))])\n"
     )

@@ -111,7 +111,7 @@ def start(
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (20 * 2**30, 80 * 2**30))
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
     monkeypatch.setattr("megatron_runtime.model.checkpoint.load_model", lambda *_, **__: on_gpu(one_layer()))
-    monkeypatch.setattr(rank, "_import_engine", lambda: None)
+    monkeypatch.setattr(rank, "preload", lambda: None)
 
     def run(*flags: str) -> ChildEnd:
         seen: list[LaunchOptions] = []
