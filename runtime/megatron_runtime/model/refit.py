@@ -34,6 +34,8 @@ _TENSORS_SUFFIX = ".safetensors"
 class NamedTensors:
     """Tensors in memory as a source of weights. A copy of a head that is tied to the embedding may be among them."""
 
+    reads_in_threads = False
+
     def __init__(self, given: Mapping[str, Tensor], config: ModelConfig) -> None:
         copy = name_of_tied_head(config)
         self._given = {name: tensor.detach() for name, tensor in given.items() if name != copy}

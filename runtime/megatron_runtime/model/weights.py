@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_runtime.errors import CheckpointError
-from megatron_runtime.model.formats.weight_source import CodedSource, StoredTensor, WeightSource
+from megatron_runtime.model.formats.weight_source import StoredTensor, WeightSource
 
 if TYPE_CHECKING:
     from megatron_runtime.model.placements import Placement
@@ -69,20 +69,26 @@ def load_weights(
 def _fill_all(source: WeightSource, placements: Placements) -> Iterator[tuple[str, Iterable[int]]]:
     """The name of each placement, with an iterator that fills it and returns the number of elements of each chunk.
 
-    Codes are read by several threads where the source allows it.
+    Several threads fill several placements where that is worth it.
     """
-    coded: dict[str, CodedPlacement] = {}
-    if isinstance(source, CodedSource) and source.reads_codes_in_threads:
-        # Imported here, because the checks of a checkpoint do not need PyTorch.
-        import torch
+    if not source.reads_in_threads:
+        yield from ((name, each.fill(source, name)) for name, each in placements.items())
+        return
+    # Imported here, because the checks of a checkpoint do not need PyTorch.
+    import torch
 
-        from megatron_runtime.model.quantized.placement import CodedPlacement
+    is_inference = torch.is_inference_mode_enabled()  # It is that of a thread.
 
-        coded = {name: each for name, each in placements.items() if isinstance(each, CodedPlacement)}
-        with ThreadPoolExecutor(torch.get_num_threads(), "weights") as threads:
-            chunks = threads.map(lambda name: list(coded[name].fill(source, name)), coded)
-            yield from zip(coded, chunks, strict=True)
-    yield from ((name, each.fill(source, name)) for name, each in placements.items() if name not in coded)
+    def fill(name: str) -> list[int]:
+        with torch.inference_mode(is_inference):
+            return list(placements[name].fill(source, name))
+
+    threads = ThreadPoolExecutor(torch.get_num_threads(), "weights")
+    try:
+        chunks = threads.map(fill, placements)
+        yield from zip(placements, chunks, strict=True)
+    finally:
+        threads.shutdown(cancel_futures=True)
 
 
 def _part_bytes(stored: StoredTensor, elements: int) -> int:

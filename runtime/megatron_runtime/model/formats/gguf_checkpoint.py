@@ -43,7 +43,7 @@ _INTERLEAVED_ROTARY = ("llama", "ministral3")
 class GgufWeights:
     """The tensors of a GGUF file, dequantized, under Hugging Face's names and in Hugging Face's row order."""
 
-    reads_codes_in_threads = True
+    reads_in_threads = True
 
     def __init__(self, file: GgufFile, config: ModelConfig) -> None:
         self._file = file

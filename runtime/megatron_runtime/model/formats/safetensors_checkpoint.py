@@ -39,6 +39,8 @@ class SafetensorsWeights:
     Raises CheckpointError for files that are missing, damaged or of a wrong type.
     """
 
+    reads_in_threads = False
+
     def __init__(self, path: Path, config: ModelConfig, *, quantized: bool = False) -> None:
         self._path = path
         self._bytes_of_types = _ELEMENT_BYTES | (CODED_TYPES if quantized else {})

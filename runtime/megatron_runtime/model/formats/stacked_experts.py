@@ -47,6 +47,8 @@ class _ExpertPart:
 class StackedExperts:
     """The tensors of ``source``, those of the experts under the names that `TensorNames` gives to single experts."""
 
+    reads_in_threads = False
+
     def __init__(self, source: WeightSource, config: ModelConfig) -> None:
         self._source = source
         self._names = tensor_names(config.architecture)

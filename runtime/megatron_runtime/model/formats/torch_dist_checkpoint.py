@@ -66,6 +66,8 @@ class TorchDistWeights:
     of layer outputs or over all heads, and for others for which Megatron has no names.
     """
 
+    reads_in_threads = False
+
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         if not _has_names(config):
             raise CheckpointError(

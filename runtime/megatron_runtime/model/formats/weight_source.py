@@ -48,7 +48,14 @@ class StoredTensor:
 
 
 class WeightSource(Protocol):
-    """A checkpoint's tensors under Hugging Face's names."""
+    """A checkpoint's tensors under Hugging Face's names.
+
+    Attributes:
+        reads_in_threads: Whether it is worth it to read several tensors at the same time, because one thread computes
+            for a large part of the time.
+    """
+
+    reads_in_threads: bool
 
     @property
     def location(self) -> str:
@@ -67,13 +74,7 @@ class WeightSource(Protocol):
 
 @runtime_checkable
 class CodedSource(WeightSource, Protocol):
-    """A source with quantized matrices, whose codes can be read.
-
-    Attributes:
-        reads_codes_in_threads: Whether several threads may read codes, of which each uses one processor.
-    """
-
-    reads_codes_in_threads: bool
+    """A source with quantized matrices, whose codes can be read."""
 
     def read_coded(self, name: str, rows: range, columns: slice) -> Iterable[CodedRows]:
         """Consecutive chunks of rows of a tensor that has a `Coding`; the columns are whole blocks."""

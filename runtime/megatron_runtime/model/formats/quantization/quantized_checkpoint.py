@@ -41,7 +41,7 @@ _logger = logging.getLogger(__name__)
 class QuantizedCheckpoint:
     """The tensors of ``source``, with one tensor for each quantized matrix: its ``weight``."""
 
-    reads_codes_in_threads = False
+    reads_in_threads = False
     """PyTorch's operators use all processors."""
 
     def __init__(self, source: WeightSource, config: ModelConfig, quantization: Quantization) -> None:
