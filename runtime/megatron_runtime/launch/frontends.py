@@ -8,8 +8,7 @@ from megatron_runtime.launch.metrics_folder import MetricsFolder
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.pod_state import PodState
 from megatron_runtime.launch.ports import bind_http
-from megatron_runtime.processes.child import INTERPRETERS
-from megatron_runtime.processes.fork_server import ForkServer
+from megatron_runtime.processes.fork_server import spawner_of
 from megatron_runtime.processes.hang_detection import BLOCKED_SECONDS
 from megatron_runtime.processes.supervisor import FIRST_START_FACTOR, ChildEnd
 from megatron_runtime.server.frontend_group import FRONTEND_MODULE, START_SECONDS, FrontendGroup, process_environment
@@ -45,16 +44,14 @@ class PodFrontends:
         self._on_change = on_change
         self._socket = bind_http(options)
         self.metrics_folder = MetricsFolder()
-        self._fork_server: ForkServer | None = None
-        if ForkServer.is_available():
-            self._fork_server = ForkServer(
-                "fork server of the frontends",
-                FRONTEND_MODULE,
-                process_environment(str(self.metrics_folder.path)),
-                hang_timeout=options.hang_timeout,
-                start_timeout=FIRST_START_FACTOR * START_SECONDS,
-            )
-            self._fork_server.start()  # It imports modules while the checkpoint is inspected.
+        self._spawner = spawner_of(
+            "fork server of the frontends",
+            FRONTEND_MODULE,
+            process_environment(str(self.metrics_folder.path)),
+            hang_timeout=options.hang_timeout,
+            start_timeout=FIRST_START_FACTOR * START_SECONDS,
+        )
+        self._spawner.start()  # A fork server imports modules while the checkpoint is inspected.
         self._group: FrontendGroup | None = None
 
     @property
@@ -98,7 +95,7 @@ class PodFrontends:
             key=key,
             api_keys=self._options.identity.api_keys,
             control_token=self._options.identity.control_token,
-            spawner=self._fork_server or INTERPRETERS,
+            spawner=self._spawner,
             hang_timeout=min(self._options.hang_timeout, FRONTEND_HANG),
             blocked_timeout=BLOCKED_SECONDS,
             on_change=self._note,
@@ -110,7 +107,7 @@ class PodFrontends:
 
         The state of the pod is ``draining`` once every frontend has begun.
         """
-        await self._close_fork_server()  # frontends that are about to start do not
+        await self._spawner.close()  # frontends that are about to start do not
         if self._group is not None:
             await self._group.drain(timeout)
 
@@ -118,13 +115,9 @@ class PodFrontends:
         """Ends the remaining processes at once."""
         if self._group is not None:
             await self._group.stop()
-        await self._close_fork_server()
+        await self._spawner.close()
         self._socket.close()
         self.metrics_folder.close()
-
-    async def _close_fork_server(self) -> None:
-        if self._fork_server is not None:
-            await self._fork_server.close()
 
     def _note(self) -> None:
         assert self._group is not None

@@ -12,8 +12,8 @@ from typing import Any
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.pod_state import PodState, RankPhase
 from megatron_runtime.launch.tasks import RANK_MODULE, PendingPlan, first_rank, rank_environment, replica_group_tasks
-from megatron_runtime.processes.child import INTERPRETERS, Report
-from megatron_runtime.processes.fork_server import ForkServer
+from megatron_runtime.processes.child import Report
+from megatron_runtime.processes.fork_server import spawner_of
 from megatron_runtime.processes.hang_detection import BLOCKED_SECONDS
 from megatron_runtime.processes.replica_group_supervisor import ReplicaGroupSupervisor
 from megatron_runtime.processes.supervisor import ChildEnd, RestartBudget
@@ -48,12 +48,9 @@ class PodRanks:
         self._budget = RestartBudget(
             0 if options.spans_pods else options.max_restarts, reset_after=options.restart_reset_after
         )
-        self._fork_server: ForkServer | None = None
-        if ForkServer.is_available():
-            environment = rank_environment(options)
-            self._fork_server = ForkServer(
-                "fork server of the ranks", RANK_MODULE, environment, hang_timeout=options.hang_timeout
-            )
+        self._spawner = spawner_of(
+            "fork server of the ranks", RANK_MODULE, rank_environment(options), hang_timeout=options.hang_timeout
+        )
         self._supervisors: dict[range, ReplicaGroupSupervisor] = {}
         self._lives: list[asyncio.Task[None]] = []
 
@@ -64,12 +61,11 @@ class PodRanks:
 
     def start(self, plan: PendingPlan, *, key: str | None) -> None:
         """Start all ranks of this pod: they import their modules, and load the checkpoint once ``plan`` is ready."""
-        spawner = self._fork_server or INTERPRETERS
         first, size = first_rank(self._options), self._options.local_ranks_per_replica_group
         for start in range(first, first + self._options.local_ranks, size):
             ranks = range(start, start + size)
             self._supervisors[ranks] = ReplicaGroupSupervisor(
-                partial(replica_group_tasks, self._options, plan, ranks=ranks, key=key, spawner=spawner),
+                partial(replica_group_tasks, self._options, plan, ranks=ranks, key=key, spawner=self._spawner),
                 self._budget,
                 hang_timeout=self._options.hang_timeout,
                 # A driver of GPUs may wait for longer; nothing has measured that.
@@ -84,7 +80,7 @@ class PodRanks:
         for supervisor in self._supervisors.values():
             supervisor.release()
             supervisor.send_signal(signal.SIGTERM)
-        await self._close_fork_server()  # ranks that are about to start do not
+        await self._spawner.close()  # ranks that are about to start do not
         if self._lives:
             grace = DRAIN_GRACE if self._options.has_first_rank else FOLLOWER_GRACE
             await asyncio.wait(self._lives, timeout=timeout + grace)
@@ -95,11 +91,7 @@ class PodRanks:
         for life in self._lives:
             life.cancel()
         await asyncio.gather(*self._lives, return_exceptions=True)
-        await self._close_fork_server()
-
-    async def _close_fork_server(self) -> None:
-        if self._fork_server is not None:
-            await self._fork_server.close()
+        await self._spawner.close()
 
     async def _live(self, ranks: range) -> None:
         supervisor = self._supervisors[ranks]

@@ -16,8 +16,8 @@ from megatron_runtime.launch.ports import LOOPBACK, RENDEZVOUS_PORT, free_loopba
 from megatron_runtime.launch.preflight import EnginePlan
 from megatron_runtime.launch.rank_options import RankOptions, RankPlan
 from megatron_runtime.launch.routing_policy import coordinator_policy
-from megatron_runtime.processes.child import INTERPRETERS, ChildTask
-from megatron_runtime.processes.spawning import Spawner
+from megatron_runtime.processes.child import ChildTask
+from megatron_runtime.processes.spawning import INTERPRETERS, Spawner
 from megatron_runtime.wire.security import key_environment
 
 RANK_MODULE = "megatron_runtime.rank"

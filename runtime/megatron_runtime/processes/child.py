@@ -17,14 +17,13 @@ from typing import Any, TextIO
 
 from megatron_runtime.processes.log_format import PROCESS_VARIABLE, relayed
 from megatron_runtime.processes.parent_link import BEAT_SECONDS
-from megatron_runtime.processes.spawning import ChildProcess, Command, Interpreters, Spawner, pipe
+from megatron_runtime.processes.spawning import INTERPRETERS, ChildProcess, Command, Spawner, pipe
 
 logger = logging.getLogger(__name__)
 
 TAIL_LINES = 40
 """Lines of a child's output that are kept for the message about its end."""
 LONGEST_LINE = 64 * 1024
-INTERPRETERS = Interpreters(hidden_variables=frozenset({"MEGATRON_CONTROL_TOKEN"}))
 
 Report = Mapping[str, Any]
 ReportHandler = Callable[[Report], None]

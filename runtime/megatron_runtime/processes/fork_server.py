@@ -17,7 +17,7 @@ from typing import TextIO
 
 from megatron_runtime.processes.child import ChildTask, Report
 from megatron_runtime.processes.hang_detection import SilenceLimits
-from megatron_runtime.processes.spawning import Command
+from megatron_runtime.processes.spawning import INTERPRETERS, Command, Spawner
 from megatron_runtime.processes.supervisor import HANG_SECONDS, ChildLife
 
 LONGEST_MESSAGE = 128 * 1024
@@ -97,7 +97,7 @@ class ForkServer:
         return await forked
 
     async def close(self) -> None:
-        """End the process; children continue. Idempotent."""
+        """End the process, and with it the children that are about to start; others continue. Idempotent."""
         if self._life is not None:
             self._life.cancel()
             await asyncio.gather(self._life, return_exceptions=True)
@@ -153,6 +153,20 @@ class ForkServer:
 
 def _ignore(_: Report) -> None:
     """A fork server reports only heartbeats."""
+
+
+def spawner_of(
+    role: str,
+    module: str,
+    environment: Mapping[str, str],
+    *,
+    hang_timeout: float,
+    start_timeout: float = math.inf,
+) -> Spawner:
+    """A fork server where the system allows one; the arguments are those of `ForkServer`."""
+    if not ForkServer.is_available():
+        return INTERPRETERS
+    return ForkServer(role, module, environment, hang_timeout=hang_timeout, start_timeout=start_timeout)
 
 
 class ForkedProcess:

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from io import FileIO
 from typing import Any, Protocol
 
+PRIVATE_VARIABLES = frozenset({"MEGATRON_CONTROL_TOKEN"})
+"""Variables of the launcher's environment that no child has."""
+
 
 @dataclass(frozen=True)
 class Command:
@@ -52,19 +55,25 @@ class ChildProcess(Protocol):
 class Spawner(Protocol):
     """Starts processes. Each leads its own process group, and is a child of this process."""
 
+    def start(self) -> None:
+        """Prepare for processes; `spawn` does so too."""
+
     async def spawn(self, command: Command) -> ChildProcess:
         """Start a process. Raises OSError if that fails."""
+
+    async def close(self) -> None:
+        """Give up processes that are about to start; others continue. Idempotent."""
 
 
 class Interpreters:
     """Starts each process as ``python -m module``."""
 
-    def __init__(self, hidden_variables: frozenset[str] = frozenset()) -> None:
-        self._hidden_variables = hidden_variables
+    def start(self) -> None:
+        """Nothing to prepare."""
 
     async def spawn(self, command: Command) -> ChildProcess:
         """Start a process. Raises OSError if that fails."""
-        inherited = {name: value for name, value in os.environ.items() if name not in self._hidden_variables}
+        inherited = {name: value for name, value in os.environ.items() if name not in PRIVATE_VARIABLES}
         return await asyncio.create_subprocess_exec(
             *command_line(command.module, {**command.options, **command.descriptors}),
             stdin=command.stdin,
@@ -74,6 +83,12 @@ class Interpreters:
             pass_fds=tuple(command.descriptors.values()),
             process_group=0,
         )
+
+    async def close(self) -> None:
+        """Processes start at once."""
+
+
+INTERPRETERS = Interpreters()
 
 
 def command_line(module: str, options: Mapping[str, Any]) -> list[str]:

@@ -15,8 +15,8 @@ from typing import Any
 from megatron_runtime.errors import ConfigurationError, CoordinatorError
 from megatron_runtime.notifier import Notifier
 from megatron_runtime.processes.allocator import returns_large_blocks
-from megatron_runtime.processes.child import INTERPRETERS, ChildTask
-from megatron_runtime.processes.spawning import Spawner
+from megatron_runtime.processes.child import ChildTask
+from megatron_runtime.processes.spawning import INTERPRETERS, Spawner
 from megatron_runtime.processes.supervisor import HANG_SECONDS, ChildEnd, Supervisor
 from megatron_runtime.server.api_keys import TOKEN_DIGEST_VARIABLE, ApiKeys, api_keys_environment, digest
 from megatron_runtime.server.options import FrontendOptions
