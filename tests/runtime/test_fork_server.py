@@ -266,9 +266,14 @@ async def test_a_module_that_fails_to_import_is_in_the_message(tmp_path: Path, m
 
 @pytest.mark.usefixtures("program")
 async def test_the_kernel_ends_server_and_children_of_a_killed_launcher() -> None:
-    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, stdout=asyncio.subprocess.PIPE)
+    # The environment lies behind the command line in memory, and the child changes its first variable.
+    environment = {"OF_THE_CHILD": "changed by the task", **os.environ}
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PARENT, stdout=asyncio.subprocess.PIPE, env=environment
+    )
     assert parent.stdout is not None
     pids = [int(word) for word in (await parent.stdout.readline()).split()]
+    assert "-m forked_child" in children_of(parent.pid)[pids[0]]
     assert all(is_alive(pid) for pid in pids)
     parent.kill()
     await parent.wait()

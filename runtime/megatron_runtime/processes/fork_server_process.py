@@ -35,6 +35,7 @@ class _Request:
 
 def main() -> None:
     """Forks children until the launcher closes the connection or ends; in a child, runs the child's ``main``."""
+    setproctitle.getproctitle()  # It finds the memory of the command line, before imports change the environment.
     link = ParentLink.from_arguments()
     with socket.socket(fileno=link.options["requests"]) as requests:
         module = _import(json.loads(requests.recv(LONGEST_MESSAGE))["module"])

@@ -54,6 +54,21 @@ def test_a_killed_frontend_is_replaced(tiny_pod: Any) -> None:
     assert count(tiny_pod)
 
 
+def test_processes_are_replaced_whose_fork_servers_were_killed(tiny_pod: Any) -> None:
+    whole, restarts = count(tiny_pod, LONG), tiny_pod.state()["restarts"]
+    with ThreadPoolExecutor() as pool:
+        (answer,) = tiny_pod.begin(pool, [partial(count, tiny_pod, LONG)])
+        for victim in (*tiny_pod.processes("fork_server_process"), tiny_pod.child("megatron_runtime.rank")):
+            os.kill(victim, signal.SIGKILL)
+        assert answer.result(60) == whole
+    os.kill(tiny_pod.child("server.frontend"), signal.SIGKILL)
+    tiny_pod.wait_for(
+        lambda state: state["restarts"] == restarts + 2 and len(tiny_pod.processes("server.frontend")) == 2
+    )
+    assert count(tiny_pod)
+    assert len(tiny_pod.processes("fork_server_process")) == 2
+
+
 def test_a_paused_service_stays_paused_when_its_coordinator_is_replaced(tiny_pod: Any) -> None:
     tiny_pod.signal("pause")
     restarts = tiny_pod.state()["restarts"]
