@@ -68,11 +68,16 @@ def test_a_question_waits_for_a_replica_group(locked_pod: Any, open_page: Any) -
     page = open_page(locked_pod)
     give_key(page, KEY)
     expect(page.locator(".replica-groups li")).to_have_count(1)
+    servers = locked_pod.processes("fork_server_process")
+    for server in servers:
+        os.kill(server, signal.SIGSTOP)  # so that no other rank starts
     os.kill(locked_pod.child("megatron_runtime.rank"), signal.SIGKILL)
     expect(page.locator("#state")).to_have_text("no replica group")
     expect(page.locator(".replica-groups li")).to_have_count(0)
     ask(page, "abc")
     expect(answers(page).locator(".note")).to_have_text("waits for a replica group")
+    for server in servers:
+        os.kill(server, signal.SIGCONT)
     answered(page)
     expect(page.locator("#state")).to_have_text("running")
     expect(page.locator(".replica-groups li")).to_have_count(1)
