@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import io
 import os
 import signal
@@ -16,7 +15,7 @@ import pytest
 from runtime_support.processes import children_of, is_alive
 
 from megatron_runtime.processes.child import Child, ChildTask
-from megatron_runtime.processes.fork_server import _PR_SET_CHILD_SUBREAPER, ForkServer
+from megatron_runtime.processes.fork_server import ForkServer, adopt_orphans
 from megatron_runtime.processes.parent_link import EXIT_FAILURE
 from megatron_runtime.processes.supervisor import Supervisor
 
@@ -90,7 +89,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def no_adoption() -> Iterator[None]:
     """Other tests of this process expect that orphans are not moved to it."""
     yield
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+    adopt_orphans(False)
 
 
 @pytest.fixture
@@ -244,6 +243,14 @@ async def test_a_start_that_is_cancelled_leaves_no_process(program: str, tmp_pat
     assert set(children_of(os.getpid())) - before == set(servers())
     await server.close()
     assert set(children_of(os.getpid())) == before
+
+
+async def test_a_server_that_was_closed_right_after_its_start_starts_again(server: ForkServer, tmp_path: Path) -> None:
+    server.start()
+    await server.close()
+    start = Start(server, tmp_path)
+    await start.begin()
+    assert await start.child.wait() == 0
 
 
 async def test_closing_ends_a_start_at_once(program: str, tmp_path: Path) -> None:

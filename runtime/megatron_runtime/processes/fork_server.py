@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import math
 import os
@@ -13,10 +12,12 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from typing import TextIO
 
-from megatron_runtime.processes.child import ChildTask, Report
+from megatron_runtime.processes.child import ChildTask
 from megatron_runtime.processes.hang_detection import SilenceLimits
+from megatron_runtime.processes.parent_link import set_process_attribute
 from megatron_runtime.processes.spawning import INTERPRETERS, Command, Spawner
 from megatron_runtime.processes.supervisor import HANG_SECONDS, ChildLife
 
@@ -63,7 +64,7 @@ class ForkServer:
         self._log = log
         self._connection: socket.socket | None = None
         self._pending: deque[asyncio.Future[ForkedProcess]] = deque()
-        self._life: asyncio.Task[None] | None = None
+        self._life: asyncio.Task[str] | None = None
 
     @staticmethod
     def is_available() -> bool:
@@ -78,12 +79,13 @@ class ForkServer:
         """Start the process, unless it runs; it begins with its imports."""
         if self._connection is not None:
             return
-        _adopt_orphans()
+        adopt_orphans()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.setblocking(False)
         self._connection.send(json.dumps({"module": self._module}).encode())
         asyncio.get_running_loop().add_reader(self._connection, self._receive)
-        self._life = asyncio.create_task(self._live(self._connection, theirs))
+        self._life = asyncio.create_task(self._live(theirs))
+        self._life.add_done_callback(partial(self._clean_up, theirs))
 
     async def spawn(self, command: Command) -> ForkedProcess:
         """Fork a child. Raises OSError if that fails."""
@@ -102,22 +104,25 @@ class ForkServer:
             self._life.cancel()
             await asyncio.gather(self._life, return_exceptions=True)
 
-    async def _live(self, connection: socket.socket, theirs: socket.socket) -> None:
+    async def _live(self, theirs: socket.socket) -> str:
+        """Returns the message of the end."""
         descriptors = {"requests": theirs.fileno()}
         task = ChildTask(self._role, _MODULE, environment=self._environment, descriptors=descriptors)
-        message = f"the {self._role} was ended"
-        try:
-            end = await ChildLife(task, _ignore, self._log, *self._limits).run(lambda _: theirs.close())
-            message = end.message
-        finally:
-            theirs.close()
-            self._receive()
-            asyncio.get_running_loop().remove_reader(connection)
-            connection.close()
-            self._connection = None
-            while self._pending:
-                if not (forked := self._pending.popleft()).done():
-                    forked.set_exception(ChildProcessError(message))
+        life = ChildLife(task, lambda _: None, self._log, *self._limits)
+        return (await life.run(lambda _: theirs.close())).message
+
+    def _clean_up(self, theirs: socket.socket, life: asyncio.Task[str]) -> None:
+        """A callback, because a task that is cancelled before it begins runs nothing."""
+        assert self._connection is not None
+        theirs.close()
+        self._receive()
+        asyncio.get_running_loop().remove_reader(self._connection)
+        self._connection.close()
+        self._connection = None
+        message = f"the {self._role} was ended" if life.cancelled() else life.result()
+        while self._pending:
+            if not (forked := self._pending.popleft()).done():
+                forked.set_exception(ChildProcessError(message))
 
     def _request(self, command: Command) -> asyncio.Future[ForkedProcess]:
         """Sent at once, with its descriptors, which may be closed when the caller is cancelled."""
@@ -149,10 +154,6 @@ class ForkServer:
             process.send_signal(signal.SIGKILL)
         else:
             forked.set_result(process)
-
-
-def _ignore(_: Report) -> None:
-    """A fork server reports only heartbeats."""
 
 
 def spawner_of(
@@ -216,8 +217,9 @@ def _received(connection: socket.socket) -> bytes:
         return b""
 
 
-def _adopt_orphans() -> None:
-    """Become the parent of descendants whose parent ends, as children of a fork server do at their start."""
-    library = ctypes.CDLL(None, use_errno=True)
-    if library.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+def adopt_orphans(value: bool = True) -> None:
+    """Become the parent of descendants whose parent ends, as children of a fork server do at their start; or stop it.
+
+    Raises OSError if the system has no such attribute.
+    """
+    set_process_attribute("PR_SET_CHILD_SUBREAPER", _PR_SET_CHILD_SUBREAPER, value)

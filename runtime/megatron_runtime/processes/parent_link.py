@@ -111,9 +111,14 @@ class ParentLink:
 def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
     """Let the kernel send this signal when the parent ends (Linux). Exits if the parent has ended already."""
     if sys.platform == "linux":
-        library = ctypes.CDLL(None, use_errno=True)
-        if library.prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+        set_process_attribute("PR_SET_PDEATHSIG", PR_SET_PDEATHSIG, number)
     # A parent that ended before the call above would never trigger the signal.
     if os.getppid() != parent_pid:
         sys.exit(EXIT_FAILURE)
+
+
+def set_process_attribute(name: str, number: int, value: int) -> None:
+    """Call prctl(2) for this process (Linux). Raises OSError if it fails."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.prctl(number, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({name}) failed")

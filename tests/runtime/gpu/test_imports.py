@@ -11,6 +11,11 @@ import pytest
 from megatron_runtime.model.kernels import triton_support
 
 
+def printed_by(script: str) -> str:
+    """By another interpreter."""
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+
+
 def test_a_rank_on_a_cpu_imports_neither_the_kernels_for_gpus_nor_triton() -> None:
     script = (
         "import sys\n"
@@ -19,8 +24,7 @@ def test_a_rank_on_a_cpu_imports_neither_the_kernels_for_gpus_nor_triton() -> No
         "from megatron_runtime.engine import largest_pass\n"
         "print([name for name in sys.modules if name.startswith(('triton', 'megatron_runtime.gpu'))])\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    assert printed_by(script) == "[]\n"
 
 
 def test_the_imports_of_a_rank_do_not_call_cuda() -> None:
@@ -40,8 +44,7 @@ def test_the_imports_of_a_rank_do_not_call_cuda() -> None:
         "torch.cuda.is_available()\n"
         "print(imported, called)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "[] ['is_available']\n"
+    assert printed_by(script) == "[] ['is_available']\n"
 
 
 def test_without_the_c_compiler_that_triton_needs_the_kernels_are_not_used(

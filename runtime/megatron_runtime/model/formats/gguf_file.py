@@ -157,11 +157,13 @@ def _dequantized(stored: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> n
     it gets several rows as one.
     """
     elements, size = GGML_QUANT_SIZES[kind]
-    joined = max(1, _ROW_ELEMENTS // (stored.shape[1] // size * elements))
+    columns = stored.shape[1] // size * elements
+    joined = max(1, _ROW_ELEMENTS // max(columns, 1))
     whole = len(stored) - len(stored) % joined
-    parts = [stored[:whole].reshape(-1, joined * stored.shape[1]), stored[whole:]]
-    values = [dequantize(part, kind).reshape(-1, stored.shape[1] // size * elements) for part in parts if len(part)]
-    return values[0] if len(values) == 1 else np.concatenate(values)
+    if not whole:
+        return dequantize(stored, kind)
+    values = dequantize(stored[:whole].reshape(whole // joined, -1), kind).reshape(whole, columns)
+    return values if whole == len(stored) else np.concatenate((values, dequantize(stored[whole:], kind)))
 
 
 def _check_extent(path: Path, tensors: list[GgufTensor]) -> None:
