@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
-from runtime_support.resident_memory import resident_bytes
+from runtime_support.resident_memory import addresses, freed_between_blocks_in_use, resident_share
 
 from megatron_runtime.notifier import Notifier
 from megatron_runtime.processes import idle_memory
@@ -40,19 +40,19 @@ class Load:
 
 
 @pytest.fixture
-def returned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The resident memory at each time that memory was returned; this begins and ends without freed memory."""
-    sizes: list[int] = []
+def returned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """One item for each time that memory was returned; this begins and ends without freed memory."""
+    times: list[bool] = []
 
     def return_and_note() -> None:
         return_freed_memory()
-        sizes.append(resident_bytes())
+        times.append(True)
 
     monkeypatch.setattr(idle_memory, "return_freed_memory", return_and_note)
     monkeypatch.setattr(idle_memory, "REST_SECONDS", 0.05)
     gc.collect()
     return_freed_memory()
-    yield sizes
+    yield times
     return_freed_memory()
 
 
@@ -66,29 +66,25 @@ async def returning(load: Load) -> AsyncIterator[None]:
     await asyncio.gather(task, return_exceptions=True)
 
 
-def freed_between_blocks_in_use() -> list[bytearray]:
-    """The blocks in use; as many were between them, which the C library keeps."""
-    blocks = [bytearray(BLOCK) for _ in range(BLOCKS)]
-    return blocks[::2]
-
-
-async def test_memory_is_returned_once_when_the_load_is_over(returned: list[int]) -> None:
-    load, before = Load(), resident_bytes()
+async def test_memory_is_returned_once_when_the_load_is_over(returned: list[bool]) -> None:
+    load = Load()
     async with returning(load):
         load.is_there = True
-        kept = freed_between_blocks_in_use()
+        kept, freed = freed_between_blocks_in_use(BLOCKS, BLOCK)
         await load.wait_for_rests()
         assert not returned
-        assert resident_bytes() - before > 0.9 * BLOCKS * BLOCK
+        assert resident_share(freed) > 0.9
         load.is_there = False
         await load.wait_for_rests()
     assert len(returned) == 1
-    assert returned[0] - before < 1.2 * len(kept) * BLOCK
+    assert resident_share(freed) < 0.1
+    assert resident_share(map(addresses, kept)) == 1
 
 
-async def test_a_process_that_has_not_grown_keeps_its_freed_memory(returned: list[int]) -> None:
+async def test_a_process_that_has_not_grown_keeps_its_freed_memory(returned: list[bool]) -> None:
     load = Load()
-    freed_between_blocks_in_use()
+    _, freed = freed_between_blocks_in_use(BLOCKS, BLOCK)
     async with returning(load):
         await load.wait_for_rests()
     assert not returned
+    assert resident_share(freed) > 0.9

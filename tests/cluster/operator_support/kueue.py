@@ -237,7 +237,10 @@ class Kueue:
         if "schedulingGates" not in pod["spec"] and is_gated != bool(conditions) and not pod["spec"].get("nodeName"):
             words = {"reason": "SchedulingGated", "message": "Scheduling is blocked due to non-empty scheduling gates"}
             gated = [{"type": "PodScheduled", "status": "False", **words}] if is_gated else []
-            await self._api.merge(f"{self._pods}/{pod['metadata']['name']}/status", {"status": {"conditions": gated}})
+            # The node may report the pod's status meanwhile; the version prevents that its conditions are overwritten.
+            seen = {"metadata": {"resourceVersion": pod["metadata"]["resourceVersion"]}}
+            path = f"{self._pods}/{pod['metadata']['name']}/status"
+            await self._api.merge(path, seen | {"status": {"conditions": gated}})
 
     async def _finalize(self, pod: Json) -> None:
         if pod["metadata"].get("finalizers"):

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
-from runtime_support.resident_memory import resident_bytes
+from runtime_support.resident_memory import resident_share
 
 from megatron_runtime.model.host_memory import empty_matrix, zeros
-from megatron_runtime.processes.allocator import return_freed_memory
 
 COUNT, ROWS, COLUMNS = 64, 256, 1024
 
 
+def addresses(matrix: torch.Tensor) -> range:
+    return range(matrix.data_ptr(), matrix.data_ptr() + matrix.nbytes)
+
+
 def test_released_matrices_return_their_memory() -> None:
-    gc.collect()
-    return_freed_memory()
-    before = resident_bytes()
     matrices = [empty_matrix(ROWS, COLUMNS, torch.float32) for _ in range(COUNT)]
     for matrix in matrices:
         matrix.fill_(1.0)
-    size = COUNT * matrices[0].nbytes
-    assert resident_bytes() - before > 0.9 * size
+    kept, released = map(addresses, matrices[1::2]), list(map(addresses, matrices[::2]))
+    assert resident_share(released) == 1
     del matrices[::2], matrix
-    assert resident_bytes() - before < 0.6 * size
+    assert resident_share(released) < 0.1
+    assert resident_share(kept) == 1
     assert all(bool((matrix == 1.0).all()) for matrix in matrices)
 
 
@@ -42,14 +41,13 @@ def test_the_default_device_has_the_matrix() -> None:
 
 
 def test_zeros_use_memory_when_they_are_written_to() -> None:
-    before = resident_bytes()
     storage = zeros((4, ROWS, COLUMNS), torch.bfloat16)
     assert (storage.shape, storage.dtype) == ((4, ROWS, COLUMNS), torch.bfloat16)
     large = zeros((COUNT, ROWS, COLUMNS), torch.float32)
-    assert resident_bytes() - before < 0.1 * large.nbytes
+    assert resident_share([addresses(storage), addresses(large)]) < 0.1
     assert not storage.any()
     large.fill_(1.0)
-    assert resident_bytes() - before > 0.9 * large.nbytes
+    assert resident_share([addresses(large)]) == 1
 
 
 def test_more_zeros_than_memory_are_refused() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -12,6 +14,7 @@ _T = TypeVar("_T")
 _SELF = Path("/proc/self")
 _FILE = re.compile(r"^(\w+)-(\w+) r\S+ \w+ \S+ \d+ +/", re.MULTILINE)
 _PIECE = 2**20
+_ENTRY_BYTES = 8
 
 
 def peak_growth(do: Callable[[], _T]) -> tuple[_T, int]:
@@ -30,6 +33,31 @@ def peak_growth(do: Callable[[], _T]) -> tuple[_T, int]:
 def resident_bytes(pid: int | str = "self") -> int:
     """The current memory of the process."""
     return _status(pid, "VmRSS")
+
+
+def resident_share(blocks: Iterable[range]) -> float:
+    """The share of the pages within these ranges of addresses that is in memory, whatever else the process frees."""
+    present = [entry >> 63 for block in blocks for entry in _page_entries(block)]
+    return sum(present) / len(present)
+
+
+def freed_between_blocks_in_use(count: int, size: int) -> tuple[list[bytearray], list[range]]:
+    """Blocks in use, and the addresses of the freed ones between them, which the C library keeps; ``count`` in all."""
+    blocks = [bytearray(size) for _ in range(count)]
+    return blocks[::2], [addresses(block) for block in blocks[1::2]]
+
+
+def addresses(block: bytearray) -> range:
+    start = ctypes.addressof(ctypes.c_char.from_buffer(block))
+    return range(start, start + len(block))
+
+
+def _page_entries(block: range) -> Iterator[int]:
+    """One entry of the kernel's page map for each page that lies completely in the range."""
+    first, end = -(-block.start // mmap.PAGESIZE), block.stop // mmap.PAGESIZE
+    with (_SELF / "pagemap").open("rb", buffering=0) as entries:
+        entries.seek(first * _ENTRY_BYTES)
+        return iter(memoryview(entries.read((end - first) * _ENTRY_BYTES)).cast("Q"))
 
 
 def _mapped_files() -> Iterator[tuple[int, int]]:

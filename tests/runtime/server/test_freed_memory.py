@@ -6,7 +6,7 @@ import asyncio
 import gc
 
 import pytest
-from runtime_support.resident_memory import resident_bytes
+from runtime_support.resident_memory import addresses, freed_between_blocks_in_use, resident_share
 from starlette.types import Message, Receive, Scope, Send
 
 from megatron_runtime.processes.allocator import return_freed_memory
@@ -58,20 +58,22 @@ async def returns(monkeypatch: pytest.MonkeyPatch) -> Returns:
 
 async def test_memory_between_blocks_in_use_is_returned(returns: Returns) -> None:
     kept: list[bytearray] = []
+    freed: list[range] = []
 
     async def app(_: Scope, receive: Receive, __: Send) -> None:
         await receive()
-        blocks = [bytearray(BLOCK) for _ in range(BLOCKS)]
-        kept.extend(blocks[::2])
+        in_use, between = freed_between_blocks_in_use(BLOCKS, BLOCK)
+        kept.extend(in_use)
+        freed.extend(between)
 
     gc.collect()
     return_freed_memory()
-    before = resident_bytes()
     limited = BodyLimit(app, HttpOptions())
     await limited(SCOPE, receive_all(LARGE_REQUEST_BYTES), send)
-    assert resident_bytes() - before > 0.9 * BLOCKS * BLOCK  # the C library keeps what is not at the end
+    assert resident_share(freed) > 0.9
     await returns.wait()
-    assert resident_bytes() - before < 1.2 * len(kept) * BLOCK
+    assert resident_share(freed) < 0.1
+    assert resident_share(map(addresses, kept)) == 1
 
 
 async def test_it_is_returned_once_for_many_requests(returns: Returns) -> None:
