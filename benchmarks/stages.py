@@ -2,7 +2,8 @@
 
 A random Llama of 110 million parameters, as in offline_throughput.py; every number is the mean of the fastest third of
 the passes, so that other programs matter little. The stages are timed by hooks of modules, which cost some microseconds
-each.
+each. Passes of few rows call no modules when they repeat recorded calls of kernels: "repeated" is the whole time of
+such passes in the same jobs, which run in turn.
 
     python benchmarks/stages.py
     python benchmarks/stages.py --dtype float32 --threads 1
@@ -44,7 +45,17 @@ from megatron_runtime.sampling_params import SamplingParams
 from offline_throughput import MODELS, make_prompts, write_checkpoint
 from peers.command_line import positive, print_table
 
-COLUMNS = ["pass", "passes", "whole, ms", "products", "head", "attention", "activation", "norms, sums, Python"]
+COLUMNS = [
+    "pass",
+    "passes",
+    "whole, ms",
+    "products",
+    "head",
+    "attention",
+    "activation",
+    "norms, sums, Python",
+    "repeated",
+]
 FASTEST = 1 / 3
 
 
@@ -92,6 +103,11 @@ class Clock:
         if kind == "products":
             self._kinds[f"products in {self._within}"] += seconds
 
+    def take(self) -> list[Pass]:
+        """The passes since the last call."""
+        taken, self.passes = self.passes, []
+        return taken
+
     def _begin_pass(self) -> None:
         self._kinds = Counter()
         self._starts = [time.perf_counter()]
@@ -110,15 +126,19 @@ def _kind(module: nn.Module) -> str:
     return next((name for name, types in kinds.items() if isinstance(module, types)), "")
 
 
-def row(name: str, passes: Sequence[Pass]) -> list[str]:
+def row(name: str, passes: Sequence[Pass], repeated: Sequence[Pass]) -> list[str]:
     """Of the table."""
-    fastest = sorted(passes, key=lambda each: each.seconds)[: max(1, round(len(passes) * FASTEST))]
-    stages = zip(*(each.stages() for each in fastest), strict=True)
-    return [name, str(len(passes)), *(f"{1000 * statistics.mean(each):.2f}" for each in stages)]
+    stages = zip(*(each.stages() for each in _fastest(passes)), strict=True)
+    columns = [*stages, [each.seconds for each in _fastest(repeated)]]
+    return [name, str(len(passes)), *(f"{1000 * statistics.mean(each):.2f}" for each in columns)]
 
 
-def measure(chosen: argparse.Namespace, folder: Path) -> list[Pass]:
-    """The passes of some jobs, after one to warm up."""
+def _fastest(passes: Sequence[Pass]) -> list[Pass]:
+    return sorted(passes, key=lambda each: each.seconds)[: max(1, round(len(passes) * FASTEST))]
+
+
+def measure(chosen: argparse.Namespace, folder: Path) -> tuple[list[Pass], list[Pass]]:
+    """The passes of some jobs that call modules, and of as many that repeat recorded calls, after two to warm up."""
     write_checkpoint(folder, chosen.model)
     decoder: Any = load_model(folder, dtype=chosen.dtype)
     length = chosen.prompt_tokens + chosen.new_tokens
@@ -126,11 +146,15 @@ def measure(chosen: argparse.Namespace, folder: Path) -> list[Pass]:
     llm = MegatronLLM(model=decoder, tokenizer=load_tokenizer(folder), inference_config=config)
     prompts = make_prompts(chosen.prompts, chosen.prompt_tokens, MODELS[chosen.model]["vocab_size"])
     params = SamplingParams(temperature=0, num_tokens_to_generate=chosen.new_tokens, ignore_eos=True)
-    llm.generate(prompts, params)
-    clock = Clock(decoder)
-    for _ in range(chosen.rounds):
+    recordings = decoder.recorded_layers
+    for _ in range(2):
         llm.generate(prompts, params)
-    return clock.passes
+    clock, calling, repeating = Clock(decoder), [], []
+    for _ in range(chosen.rounds):
+        for decoder.recorded_layers, passes in ((None, calling), (recordings, repeating)):
+            llm.generate(prompts, params)
+            passes += clock.take()
+    return calling, repeating
 
 
 def main() -> None:
@@ -146,10 +170,14 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     with tempfile.TemporaryDirectory() as name:
-        passes = measure(chosen, Path(name))
-    largest = max(each.rows for each in passes)
+        calling, repeating = measure(chosen, Path(name))
+    largest = max(each.rows for each in calling)
     kinds = {f"{largest} tokens of prompts": largest, f"{chosen.prompts} next tokens": chosen.prompts}
-    print_table([COLUMNS, *(row(name, [each for each in passes if each.rows == rows]) for name, rows in kinds.items())])
+    rows = [
+        row(name, *([each for each in passes if each.rows == count] for passes in (calling, repeating)))
+        for name, count in kinds.items()
+    ]
+    print_table([COLUMNS, *rows])
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ def test_the_stages_of_a_pass_add_up_to_the_whole() -> None:
     prompts, decode = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[-2:])
     assert (prompts[:2], decode[:2]) == (["64 tokens of prompts", "1"], ["4 next tokens", "7"])
     for cells in (prompts, decode):
-        whole, *stages = map(float, cells[2:])
+        whole, *stages, repeated = map(float, cells[2:])
         assert len(stages) == 5
-        assert min(stages) > 0
+        assert min(*stages, repeated) > 0
         assert abs(whole - sum(stages)) < 0.1

@@ -28,6 +28,7 @@ from megatron_runtime.model.norms import NO_NORM
 from megatron_runtime.model.packed_linear import can_pack, pack_linears, prepare_products
 from megatron_runtime.model.placements import Placement, layer_placements, norm_placements, whole
 from megatron_runtime.model.positions import Positions
+from megatron_runtime.model.recorded_layers import RecordedLayers
 from megatron_runtime.model.recurrence import RecurrentPlan, prepare_recurrence
 from megatron_runtime.model.routing_tape import RoutingTape
 from megatron_runtime.model.shard import Shard
@@ -70,6 +71,10 @@ class Decoder(nn.Module):
                 tied = self.embedding if config.tie_word_embeddings else None
                 self.head = Head(self.shard, dtype, self.ranks, None if tied is None else tied.table)
         self._numbered_layers = self._number_layers()
+        self.recorded_layers: RecordedLayers | None = None
+        """The layers for passes of few rows; None: they are called in every pass, such as where ranks share them."""
+        if isinstance(self.ranks, SingleRank):
+            self.recorded_layers = RecordedLayers(self._numbered_layers)
         self.is_packed = False
         """Whether `prepare` has packed the weights for the matrix kernels."""
         self.is_shared = False
@@ -111,11 +116,15 @@ class Decoder(nn.Module):
         if self.adapters is not None:
             self.adapters.begin(batch.adapters)
         hidden = self._begin(batch)
-        normed = self._numbered_layers[0].layer.input_norm(hidden)
-        for index, (number, layer, next_norm) in enumerate(self._numbered_layers):
-            used = plan if self.config.recurrence_of(number) is None else recurrence
-            cache = kv_cache.layer(index)
-            hidden, normed = layer(hidden, normed, positions[number], used, cache, next_norm, tape)
+        normed: Tensor | None = None
+        if self.recorded_layers is not None and batch.adapters is None and pool is None:
+            normed = self.recorded_layers.run(hidden, positions, plan, kv_cache)
+        if normed is None:
+            normed = self._numbered_layers[0].layer.input_norm(hidden)
+            for index, (number, layer, next_norm) in enumerate(self._numbered_layers):
+                used = plan if self.config.recurrence_of(number) is None else recurrence
+                cache = kv_cache.layer(index)
+                hidden, normed = layer(hidden, normed, positions[number], used, cache, next_norm, tape)
         if self.head is None:
             if not self.ranks.position.is_last_stage:
                 self.ranks.send(hidden)

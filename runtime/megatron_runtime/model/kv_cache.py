@@ -91,6 +91,12 @@ class KVCache:
         """Whether the pool is on its device, so that a forward pass can use it."""
         return self._storage is not None
 
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Addresses, shapes and type of the blocks while the pool is resident."""
+        assert self._storage is not None, "the cache was released or offloaded"
+        return (*(array.data_ptr() for array in self._storage), *self._shapes, self.dtype)
+
     def layer(self, index: int) -> LayerCache:
         """Views of one layer's arrays; none of a layer with a feed-forward network alone."""
         if self._kinds[index] == "feed_forward":

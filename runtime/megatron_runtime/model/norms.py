@@ -153,7 +153,7 @@ def _add_normalized(hidden: Tensor, update: Tensor, multiplier: float, norm: Nor
 def normalize_heads(heads: Tensor, counts: tuple[int, int, int], query_norm: Norm, key_norm: Norm) -> Tensor:
     """Normalize each query and key over its own channels: [T, heads, width] to the same.
 
-    ``counts`` are the numbers of queries, keys and values; on a GPU ``heads`` may be changed.
+    ``counts`` are the numbers of queries, keys and values; ``heads`` may be changed.
     """
     kind = _NAMES.get(type(query_norm), "")
     if kind.startswith("rms") and len(query_norm.weight) == heads.shape[-1] and has_gpu_row_kernels(heads):
@@ -162,6 +162,11 @@ def normalize_heads(heads: Tensor, counts: tuple[int, int, int], query_norm: Nor
         assert isinstance(query_norm, RMSNorm)
         rows.normalize_heads_(heads, counts[:2], (query_norm.weight, key_norm.weight), query_norm.eps, kind)
         return heads
+    if kind == "rms" and len(query_norm.weight) == heads.shape[-1] and has_cpu_row_kernels(heads):
+        assert isinstance(query_norm, RMSNorm)
+        given, weights = heads.contiguous(), (query_norm.weight, key_norm.weight)
+        row_kernels.normalize_heads(given, counts[:2], weights, query_norm.eps)
+        return given
     queries, keys, values = torch.split(heads, list(counts), dim=1)
     return torch.cat((query_norm(queries), key_norm(keys), values), 1)
 

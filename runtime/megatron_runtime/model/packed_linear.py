@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron_runtime.cpu_features import has_tiles
 from megatron_runtime.model.kernels import tile_products, vector_products
+from megatron_runtime.model.kernels.recording import active_recording
 from megatron_runtime.model.layers import Linear
 
 _TILED_ROWS = 32
@@ -25,6 +26,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         # Not a parameter, because modules move and copy parameters in ways that an opaque layout doesn't support.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        self._height = len(weight)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self._most_rows = _TILED_ROWS if weight.dtype is not torch.float32 and has_tiles() else None
 
@@ -41,10 +43,20 @@ class PackedLinear(nn.Module):
         return torch.cat([self._multiply(rows) for rows in torch.split(inputs, self._most_rows)])
 
     def _multiply(self, inputs: Tensor) -> Tensor:
+        if (recording := active_recording()) is None:
+            return self._product(inputs)
+        outputs = recording.tensor((inputs.shape[0], self._height), inputs.dtype)
+        recording.noting(self._write_product)(inputs, outputs)
+        return outputs
+
+    def _write_product(self, inputs: Tensor, outputs: Tensor) -> None:
+        outputs.copy_(self._product(inputs))
+
+    def _product(self, inputs: Tensor) -> Tensor:
         if len(inputs) == 1:
             # oneDNN has a separate kernel for single rows, which adds in another order; the bits must not depend on the
             # batch.
-            return self._multiply(inputs.expand(2, -1).contiguous())[:1]
+            return self._product(inputs.expand(2, -1).contiguous())[:1]
         outputs: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._packed, self.bias, "none", [], "")
         return outputs
 

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_runtime.model.kernels import kernel_compiler
 from megatron_runtime.model.kernels.compile_kernels import CACHE_VARIABLE
+from megatron_runtime.model.kernels.recording import Kernel
 
 SUPPORT = Path(__file__).parent.parent
 PRINT_BITS = """
@@ -68,7 +69,7 @@ def test_the_cache_keeps_a_kernel_for_one_thread_and_one_for_several(tmp_path: P
 def test_a_kernel_is_compiled_here_if_no_other_process_can(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def load() -> kernel_compiler.Kernel:
+    def load() -> Kernel:
         with kernel_compiler.from_cache_only(print):
             if not kernel_compiler._compiles_here:
                 raise kernel_compiler._NotCachedError

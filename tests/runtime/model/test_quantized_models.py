@@ -142,6 +142,17 @@ def test_bits_depend_neither_on_chunks_nor_on_other_requests(dtype: str, save: A
         assert torch.equal(PagedRequests(decoder, num_blocks=64).forward(crowd)["it"], whole)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_repeated_passes_have_the_bits_of_the_layers(dtype: str, save: Any) -> None:
+    decoder = keep(save("Q4_1", "Llama"), dtype)
+    passes = [TOKENS[:3], [4], TOKENS[:3], [5], TOKENS[:3], [6], [7]]
+    repeated, recorded = logits(decoder, *passes), decoder.recorded_layers
+    assert recorded is not None
+    assert recorded.num_repeated == 3
+    decoder.recorded_layers = None
+    assert torch.equal(repeated, logits(decoder, *passes))
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
 def test_ranks_divide_quantized_matrices(kind: str, save: Any) -> None:
     path, sizes = save(kind, "Llama", tie_word_embeddings=True, intermediate_size=512), ParallelSizes(tensor=2)

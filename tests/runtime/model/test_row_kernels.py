@@ -10,7 +10,14 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from megatron_runtime.model.kernels.compiled import address
-from megatron_runtime.model.kernels.row_kernels import WORTH_SHARING, add_and_normalize, gated_silu, rms_norm, sigmoid
+from megatron_runtime.model.kernels.row_kernels import (
+    WORTH_SHARING,
+    add_and_normalize,
+    gated_silu,
+    normalize_heads,
+    rms_norm,
+    sigmoid,
+)
 
 SIZE, EPS = 52, 1e-5
 WEIGHT = torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
@@ -103,3 +110,15 @@ def test_a_sum_and_its_norm_are_those_of_two_operations(count: int, multiplier: 
     for row in range(5):
         alone = add_and_normalize(rows[row : row + 1], update[row : row + 1], multiplier, weight, EPS)
         assert all(torch.equal(one[0], whole[row]) for one, whole in zip(alone, (summed, normed), strict=True))
+
+
+@TYPES
+@pytest.mark.parametrize("count", [3, WORTH_SHARING // (7 * SIZE) + 1])
+def test_queries_and_keys_are_normalized_in_place(dtype: torch.dtype, count: int) -> None:
+    heads = random_rows(7 * count, dtype).view(count, 7, SIZE)
+    of_queries, of_keys = WEIGHT.to(dtype), WEIGHT.flip(0).to(dtype)
+    expected = rms_norm(heads[:, :4], of_queries, EPS), rms_norm(heads[:, 4:6], of_keys, EPS), heads[:, 6:].clone()
+    normalize_heads(heads, (4, 2), (of_queries, of_keys), EPS)
+    close = {"atol": 1e-6, "rtol": 1e-6} if dtype is torch.float32 else {"atol": 0.0, "rtol": 2**-7}
+    torch.testing.assert_close(heads, torch.cat(expected, 1), **close)
+    assert torch.equal(heads[:, 6:], expected[2])

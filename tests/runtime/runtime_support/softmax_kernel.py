@@ -12,7 +12,8 @@ import numpy as np
 from numba import float32, int64, prange, void
 
 from megatron_runtime.model.kernels.compiled import compile_kernel, exponential
-from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
+from megatron_runtime.model.kernels.kernel_compiler import kernel_factory
+from megatron_runtime.model.kernels.recording import Kernel
 
 WIDTH = 64
 

@@ -22,8 +22,9 @@ from megatron_runtime.model.kernels.compiled import (
     scalar,
     widen,
 )
-from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
+from megatron_runtime.model.kernels.kernel_compiler import kernel_factory
 from megatron_runtime.model.kernels.low_rank_products import TOGETHER, expand, project
+from megatron_runtime.model.kernels.recording import Kernel
 from megatron_runtime.model.kernels.vector_instructions import LANES
 
 ROWS = 4

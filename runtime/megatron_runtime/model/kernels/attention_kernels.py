@@ -23,7 +23,8 @@ from megatron_runtime.model.kernels.compiled import (
     scalar,
     widen,
 )
-from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
+from megatron_runtime.model.kernels.kernel_compiler import kernel_factory
+from megatron_runtime.model.kernels.recording import Kernel
 
 CHUNK = 64
 """Positions per update of the maximum."""

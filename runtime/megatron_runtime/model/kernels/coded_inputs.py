@@ -14,7 +14,8 @@ from torch import Tensor
 from megatron_runtime.model.formats.coded_rows import BLOCK, Coding
 from megatron_runtime.model.kernels.block_rounding import largest_bits, round_to_bytes
 from megatron_runtime.model.kernels.compiled import address, array_at, compile_kernel, element, even_shares
-from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
+from megatron_runtime.model.kernels.kernel_compiler import kernel_factory
+from megatron_runtime.model.kernels.recording import Kernel, empty_array
 from megatron_runtime.model.kernels.row_kernels import WORTH_SHARING
 
 TILE = 4
@@ -46,10 +47,10 @@ def code_inputs(inputs: Tensor, coding: Coding) -> CodedInputs:
     blocks, groups = columns // BLOCK, BLOCK // coding.group
     coded = CodedInputs(
         rows,
-        np.empty(rows * columns, np.int8),
-        np.empty(rows * blocks, np.float32),
-        np.empty(rows * blocks * groups, np.int32),
-        np.empty(rows * blocks, np.float32),
+        empty_array(rows * columns, np.int8),
+        empty_array(rows * blocks, np.float32),
+        empty_array(rows * blocks * groups, np.int32),
+        empty_array(rows * blocks, np.float32),
     )
     kernel = _code_kernel(inputs.dtype is torch.bfloat16, inputs.numel() >= WORTH_SHARING)
     arrays = (coded.codes, coded.scales, coded.starts, coded.sums)

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_runtime.model.kernels.kernel_cache import use_kernel_locator
-from megatron_runtime.model.kernels.kernel_compiler import Kernel, from_cache_only
+from megatron_runtime.model.kernels.kernel_compiler import from_cache_only
+from megatron_runtime.model.kernels.recording import Kernel
 from megatron_runtime.model.kernels.threads import can_share_threads, kernel_threads
 
 KINDS = frozenset({torch.float32, torch.bfloat16})

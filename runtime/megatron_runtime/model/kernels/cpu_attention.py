@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kernels import latent_products
 from megatron_runtime.model.kernels.attention_kernels import attention_kernel
 from megatron_runtime.model.kernels.compiled import KINDS, address, as_array, even_shares
+from megatron_runtime.model.kernels.recording import active_recording
 from megatron_runtime.model.kernels.threads import kernel_threads
 from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.rotary import Rotation
@@ -27,6 +28,16 @@ HEADS_TOGETHER = 16
 UNLIMITED = 1 << 40
 Array = NDArray[Any]
 NO_SINKS = np.empty(0, np.float32)
+
+
+class AttentionInputs(NamedTuple):
+    """Where a recorded call has those of its batch from."""
+
+    layer: int
+    """With the rotation."""
+    window: int | None
+    groups: int
+    dtype: torch.dtype
 
 
 class CpuAttention:
@@ -45,7 +56,7 @@ class CpuAttention:
         self._tiles = np.stack((requests, starts[requests] + begins, positions, rows), axis=1).astype(np.int32)
         self._rows = even_shares(len(self._slots))
         self._pairs: dict[int | None, NDArray[np.int64]] = {}
-        self._turns: tuple[Rotation | None, tuple[Array, Array]] | None = None
+        self._turns: dict[int, tuple[Rotation | None, tuple[Array, Array]]] = {}
 
     def attend(
         self,
@@ -65,22 +76,33 @@ class CpuAttention:
         groups = kv_heads * _parts(query_heads // kv_heads)
         seen = heads.new_empty(rows, query_heads, value_width or key_width)
         assert keys.dtype is heads.dtype
-        tables = self._slots, self._tables, self._tiles, self._rows, self._pairs_of(window, groups)
+        inputs = self.inputs(rotation, window, groups, heads.dtype)
+        if (recording := active_recording()) is not None:
+            recording.name_inputs(inputs, AttentionInputs(recording.layer, window, groups, heads.dtype))
+        *tables, cosines, sines = inputs
         reach = UNLIMITED if window is None else window
         chunked = reach if is_chunked and window is not None else 0
         scores = NO_SINKS if sinks is None else as_array(sinks)
         attend = attention_kernel(key_width, seen.shape[2], len(cache) == 1, heads.dtype is torch.bfloat16)
         places = address(heads), address(seen), query_heads, address(keys), address(values), num_blocks, kv_heads, size
-        turns = self._turns_of(rotation, heads)
-        attend(*places, *tables, groups, *turns, reach, chunked, scores, soft_cap or 0.0)
+        attend(*places, *tables, groups, cosines, sines, reach, chunked, scores, soft_cap or 0.0)
         return seen
 
-    def _turns_of(self, rotation: Rotation | None, heads: Tensor) -> tuple[Array, Array]:
-        """Cosines and sines [T, rotated channels]; most layers have those of the layer before."""
-        if self._turns is None or self._turns[0] is not rotation:
-            cosines, sines = rotation or (heads.new_empty(len(heads), 0),) * 2
-            self._turns = rotation, (as_array(cosines.flatten(1)), as_array(sines.flatten(1)))
-        return self._turns[1]
+    def inputs(
+        self, rotation: Rotation | None, window: int | None, groups: int, dtype: torch.dtype
+    ) -> tuple[Array, ...]:
+        """What a kernel gets of the batch for a layer: slots, tables, tiles, rows, pairs, cosines and sines."""
+        pairs, turns = self._pairs_of(window, groups), self._turns_of(rotation, dtype)
+        return self._slots, self._tables, self._tiles, self._rows, pairs, *turns
+
+    def _turns_of(self, rotation: Rotation | None, dtype: torch.dtype) -> tuple[Array, Array]:
+        """Cosines and sines [T, rotated channels]; most layers have the same."""
+        known = self._turns.get(id(rotation))
+        if known is None:
+            cosines, sines = rotation or (torch.empty(len(self._slots), 0, dtype=dtype),) * 2
+            known = rotation, (as_array(cosines.flatten(1)), as_array(sines.flatten(1)))
+            self._turns[id(rotation)] = known
+        return known[1]
 
     def _pairs_of(self, window: int | None, groups: int) -> NDArray[np.int64]:
         """Start and end of each thread's share of the pairs of a tile and a group of heads, by their contexts."""

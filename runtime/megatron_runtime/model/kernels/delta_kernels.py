@@ -11,7 +11,8 @@ import numpy as np
 from numba import float32, njit, prange, void
 
 from megatron_runtime.model.kernels.compiled import compile_kernel, exponential, logistic
-from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
+from megatron_runtime.model.kernels.kernel_compiler import kernel_factory
+from megatron_runtime.model.kernels.recording import Kernel
 from megatron_runtime.model.kernels.recurrent_kernels import FLOATS, INTEGERS, convolution_kernel, softplus
 
 EPS = 1e-6

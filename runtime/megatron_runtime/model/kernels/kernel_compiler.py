@@ -20,9 +20,10 @@ from typing import Any
 
 from numba.core import event
 
+from megatron_runtime.model.kernels.recording import Kernel, noted
+
 logger = logging.getLogger(__name__)
 
-Kernel = Callable[..., None]
 Factory = Callable[..., Kernel]
 
 _MODULE = "megatron_runtime.model.kernels.kernel_compiler"
@@ -75,8 +76,7 @@ def kernel_factory(factory: Factory) -> Factory:
     """
 
     @cache
-    @wraps(factory)
-    def kernel(*args: Hashable) -> Kernel:
+    def compiled(*args: Hashable) -> Kernel:
         try:
             return factory(*args)
         except _NotCachedError:
@@ -86,6 +86,10 @@ def kernel_factory(factory: Factory) -> Factory:
         except _NotCachedError:
             logger.warning("numba's cache has no kernel of %s; this process compiles it", factory.__name__)
             return _compiled_here(factory, *args)
+
+    @wraps(factory)
+    def kernel(*args: Hashable) -> Kernel:
+        return noted(compiled(*args))
 
     return kernel
 

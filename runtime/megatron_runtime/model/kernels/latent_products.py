@@ -14,7 +14,8 @@ from numba import int64, njit, prange, void
 from torch import Tensor
 
 from megatron_runtime.model.kernels.compiled import KINDS, as_array, compile_kernel, narrowed, scalar, widen
-from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
+from megatron_runtime.model.kernels.kernel_compiler import kernel_factory
+from megatron_runtime.model.kernels.recording import Kernel
 from megatron_runtime.model.kernels.row_kernels import has_cpu_row_kernels
 from megatron_runtime.model.kernels.threads import kernel_threads
 

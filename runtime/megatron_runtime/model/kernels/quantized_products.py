@@ -23,8 +23,9 @@ from megatron_runtime.model.kernels.compiled import (
     narrowed,
     widen,
 )
-from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
+from megatron_runtime.model.kernels.kernel_compiler import kernel_factory
 from megatron_runtime.model.kernels.panel_products import PANEL, Packing, multiply_panel
+from megatron_runtime.model.kernels.recording import Kernel
 
 _CACHED_BYTES = 1 << 19
 """Bytes of the inputs that are multiplied with all panels before the next ones: half of a second-level cache."""

@@ -11,7 +11,8 @@ import numpy as np
 from numba import float32, int64, njit, prange, void
 
 from megatron_runtime.model.kernels.compiled import compile_kernel, exponential, logistic
-from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
+from megatron_runtime.model.kernels.kernel_compiler import kernel_factory
+from megatron_runtime.model.kernels.recording import Kernel
 
 FLOATS = {1: float32[::1], 2: float32[:, ::1], 3: float32[:, :, ::1], 4: float32[:, :, :, ::1]}
 """Contiguous arrays by their number of dimensions."""

@@ -24,7 +24,8 @@ from megatron_runtime.model.kernels.compiled import (
     scalar,
     widen,
 )
-from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
+from megatron_runtime.model.kernels.kernel_compiler import kernel_factory
+from megatron_runtime.model.kernels.recording import Kernel
 from megatron_runtime.model.kernels.triton_support import has_triton
 
 GPU_KINDS = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -76,6 +77,21 @@ def add_and_normalize(
     return sums, outputs
 
 
+def normalize_heads(heads: Tensor, counts: tuple[int, int], weights: tuple[Tensor, Tensor], eps: float) -> None:
+    """`rms_norm` of each query and each key on a CPU, in place: [T, heads, width], contiguous.
+
+    Args:
+        heads: Queries, then keys, then others, which stay as they are.
+        counts: The numbers of queries and keys.
+        weights: Those of queries and of keys, each [width].
+        eps: As for `rms_norm`.
+    """
+    rows, total, width = heads.shape
+    kernel = _normalize_heads_kernel(heads.dtype is torch.bfloat16, heads.numel() >= WORTH_SHARING)
+    places = address(heads), address(weights[0]), address(weights[1])
+    kernel(*places, total, *counts, width, even_shares(rows), eps)
+
+
 def gated_silu(gate_and_up: Tensor) -> Tensor:
     """``silu(gate) * up`` on a CPU: [T, 2 * size], gates first, to [T, size]."""
     rows, size = gate_and_up.shape[0], gate_and_up.shape[1] // 2
@@ -110,6 +126,7 @@ def prepare(dtype: torch.dtype) -> None:
         for parallel in (False, True):
             _rms_norm_kernel(dtype is torch.bfloat16, parallel)
             _add_and_normalize_kernel(dtype is torch.bfloat16, parallel)
+            _normalize_heads_kernel(dtype is torch.bfloat16, parallel)
             _gated_silu_kernel(dtype is torch.bfloat16, parallel)
 
 
@@ -173,6 +190,26 @@ def _normalize(inputs: Any, outputs: Any, weight: Any, size: Any, eps: Any) -> N
     for channel in range(size):
         scaled = rounded(widen(inputs[channel]) * inverse, outputs)
         outputs[channel] = narrowed(widen(weight[channel]) * scaled, outputs)
+
+
+@kernel_factory
+def _normalize_heads_kernel(narrow: bool, parallel: bool) -> Kernel:
+    kind = element(narrow)
+
+    def normalize(
+        heads: Any, query_weight: Any, key_weight: Any, total: Any, queries: Any, keys: Any, width: Any, bounds: Any,
+        eps: Any,
+    ) -> None:  # fmt: skip
+        for share in prange(len(bounds) - 1):
+            given = array_at(heads, (bounds[-1], total, width), kind)
+            of_queries, of_keys = array_at(query_weight, width, kind), array_at(key_weight, width, kind)
+            for row in range(bounds[share], bounds[share + 1]):
+                for head in range(queries):
+                    _normalize(given[row, head], given[row, head], of_queries, width, eps)
+                for head in range(queries, queries + keys):
+                    _normalize(given[row, head], given[row, head], of_keys, width, eps)
+
+    return compile_kernel(normalize, void(*[int64] * 7, int64[::1], float32), parallel=parallel)
 
 
 @kernel_factory

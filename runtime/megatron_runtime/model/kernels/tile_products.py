@@ -19,8 +19,9 @@ from torch.nn import functional
 
 from megatron_runtime.cpu_features import has_bfloat16_tiles
 from megatron_runtime.model.kernels.compiled import as_array, compile_kernel, even_shares
-from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
+from megatron_runtime.model.kernels.kernel_compiler import kernel_factory
 from megatron_runtime.model.kernels.panel_rows import pad_rows, write_products
+from megatron_runtime.model.kernels.recording import Kernel
 from megatron_runtime.model.kernels.threads import can_share_threads
 from megatron_runtime.model.kernels.tile_instructions import (
     BLOCK,

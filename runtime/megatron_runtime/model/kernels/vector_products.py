@@ -17,9 +17,10 @@ from torch.nn import functional
 
 from megatron_runtime.cpu_features import has_bfloat16_vectors, has_wide_vectors
 from megatron_runtime.model.kernels.compiled import address, array_at, compile_kernel, element, even_shares
-from megatron_runtime.model.kernels.kernel_compiler import Kernel, kernel_factory
+from megatron_runtime.model.kernels.kernel_compiler import kernel_factory
 from megatron_runtime.model.kernels.panel_rows import pad_rows, write_products
 from megatron_runtime.model.kernels.product_instructions import COLUMNS, ROWS, WORD_BYTES, multiply_words
+from megatron_runtime.model.kernels.recording import Kernel
 from megatron_runtime.model.kernels.threads import can_share_threads, kernel_threads
 from megatron_runtime.model.kernels.vector_instructions import LINE_BYTES
 

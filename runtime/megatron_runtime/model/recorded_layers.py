@@ -1,0 +1,136 @@
+"""The layers of a decoder on a CPU, as calls of kernels that are recorded once for each number of rows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_runtime.model.attention import AttentionPlan
+from megatron_runtime.model.decoder_layer import DecoderLayer, NumberedLayer
+from megatron_runtime.model.kernels.cpu_attention import AttentionInputs, CpuAttention
+from megatron_runtime.model.kernels.recording import LayerMemory, NotRecordableError, Recording
+from megatron_runtime.model.kernels.threads import kernel_threads
+from megatron_runtime.model.kv_cache import KVCache
+from megatron_runtime.model.layers import FeedForward
+from megatron_runtime.model.positions import LayerPositions
+from megatron_runtime.model.self_attention import SelfAttention
+
+logger = logging.getLogger(__name__)
+
+MOST_ROWS = 128
+"""In larger passes, the time between kernels matters less than the memory of a recording."""
+MOST_KINDS = 512
+"""Of passes, before all recordings are dropped: old ones may be of a cache that no longer exists."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What the arguments of recorded calls depend on."""
+
+    rows: int
+    threads: int
+    cache: tuple[object, ...]
+    """`KVCache.identity`."""
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    recording: Recording
+    hidden: Tensor
+    """The input of the first layer, [T, hidden]."""
+    normed: Tensor
+    """The norm of the last layer's output, [T, hidden]."""
+
+
+class RecordedLayers:
+    """Records a pass when passes of its kind are computed for the second time, and repeats the recording for others.
+
+    The results have the bits of the layers, because the same kernels are called.
+    """
+
+    def __init__(self, layers: Sequence[NumberedLayer]) -> None:
+        self._layers = layers
+        self._is_recordable = all(_is_recordable(each) for each in layers)
+        self.num_repeated = 0
+        """Number of passes that were repeated recordings."""
+        self._seen: set[_Kind] = set()
+        self._recorded: dict[_Kind, _Recorded] = {}
+        self._memory: dict[tuple[object, ...], LayerMemory] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all recordings."""
+        return sum(each.num_bytes for each in self._memory.values())
+
+    def run(
+        self, hidden: Tensor, positions: Sequence[LayerPositions], plan: AttentionPlan, cache: KVCache
+    ) -> Tensor | None:
+        """The norm of the last layer's output, [T, hidden], until the next call; None if the layers have to be called.
+
+        Args:
+            hidden: The input of the first layer, [T, hidden].
+            positions: By layer.
+            plan: The attention of the pass, whose rows have no adapters.
+            cache: That of the plan.
+        """
+        # A profiler of PyTorch does not see calls of kernels.
+        if not self._may_record(hidden, plan) or torch._C._autograd._profiler_enabled():
+            return None
+        assert isinstance(plan, CpuAttention)
+        kind = _Kind(hidden.shape[0], kernel_threads(), cache.identity)
+        if (found := self._recorded.get(kind)) is not None:
+            found.hidden.copy_(hidden)
+            found.recording.repeat({each: _inputs(each, positions, plan) for each in found.recording.sources})
+            self.num_repeated += 1
+            return found.normed
+        if kind not in self._seen:
+            self._note(kind)
+            return None
+        return self._record(kind, hidden, positions, plan, cache)
+
+    def _note(self, kind: _Kind) -> None:
+        if len(self._seen) == MOST_KINDS:
+            self._seen, self._recorded, self._memory = set(), {}, {}
+        self._seen.add(kind)
+
+    def _may_record(self, hidden: Tensor, plan: AttentionPlan) -> bool:
+        return self._is_recordable and 0 < hidden.shape[0] <= MOST_ROWS and isinstance(plan, CpuAttention)
+
+    def _record(
+        self, kind: _Kind, given: Tensor, positions: Sequence[LayerPositions], plan: CpuAttention, cache: KVCache
+    ) -> Tensor | None:
+        most_rows = 1 << (kind.rows - 1).bit_length()
+        memory = self._memory.setdefault((kind.cache, most_rows), LayerMemory(most_rows))
+        recording = Recording(kind.rows, memory)
+        first = recording.tensor(given.shape, given.dtype).copy_(given)
+        try:
+            with recording.active():
+                hidden = first
+                normed: Tensor = self._layers[0].layer.input_norm(first)
+                for index, (number, layer, next_norm) in enumerate(self._layers):
+                    recording.begin_layer(number)
+                    hidden, normed = layer(hidden, normed, positions[number], plan, cache.layer(index), next_norm)
+        except NotRecordableError as error:
+            logger.debug("passes of this model are not recorded: %s", error)
+            self._is_recordable = False
+            return None
+        self._recorded[kind] = _Recorded(recording, first, normed)
+        return normed
+
+
+def _is_recordable(numbered: NumberedLayer) -> bool:
+    """Whether all that a layer computes is known to the recording: kernels and operators of PyTorch."""
+    layer = numbered.layer
+    is_dense = isinstance(layer, DecoderLayer) and isinstance(layer.feed_forward, FeedForward)
+    return is_dense and isinstance(layer.attention, SelfAttention)
+
+
+def _inputs(source: object, positions: Sequence[LayerPositions], plan: CpuAttention) -> tuple[NDArray[Any], ...]:
+    assert isinstance(source, AttentionInputs)
+    return plan.inputs(positions[source.layer].rotation, *source[1:])
