@@ -157,7 +157,7 @@ class Decoder(nn.Module):
         """
         if self.device.type == "cpu":
             cpu_attention.prepare(attention_kind(self.config).cache_layout, self.dtype)
-            row_kernels.prepare(self.dtype)
+            row_kernels.prepare(self.dtype, norms_of_heads=self.config.query_key_norm == "head")
             prepare_products(self.dtype)
             if self.config.recurrent is not None:
                 prepare_recurrence(self.config.recurrent)

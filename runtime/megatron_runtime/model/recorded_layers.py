@@ -79,10 +79,8 @@ class RecordedLayers:
             plan: The attention of the pass, whose rows have no adapters.
             cache: That of the plan.
         """
-        # A profiler of PyTorch does not see calls of kernels.
-        if not self._may_record(hidden, plan) or torch._C._autograd._profiler_enabled():
+        if not isinstance(plan, CpuAttention) or not self._may_record(hidden.shape[0]):
             return None
-        assert isinstance(plan, CpuAttention)
         kind = _Kind(hidden.shape[0], kernel_threads(), cache.identity)
         if (found := self._recorded.get(kind)) is not None:
             found.hidden.copy_(hidden)
@@ -99,8 +97,10 @@ class RecordedLayers:
             self._seen, self._recorded, self._memory = set(), {}, {}
         self._seen.add(kind)
 
-    def _may_record(self, hidden: Tensor, plan: AttentionPlan) -> bool:
-        return self._is_recordable and 0 < hidden.shape[0] <= MOST_ROWS and isinstance(plan, CpuAttention)
+    def _may_record(self, rows: int) -> bool:
+        # A profiler of PyTorch does not see calls of kernels.
+        is_profiled: bool = torch._C._autograd._profiler_enabled()
+        return self._is_recordable and 0 < rows <= MOST_ROWS and not is_profiled
 
     def _record(
         self, kind: _Kind, given: Tensor, positions: Sequence[LayerPositions], plan: CpuAttention, cache: KVCache

@@ -28,6 +28,7 @@ _VIEWS = frozenset(
     | {"transpose", "unbind", "unflatten", "unsqueeze", "view"}
 )
 """Functions that return views, or copies for some arguments."""
+_ALLOWED = _ALLOCATIONS | _READS | _VIEWS
 
 
 class NotRecordableError(Exception):
@@ -178,7 +179,7 @@ class _Guard(TorchFunctionMode):
         """The result of the function."""
         del types
         name = func.__name__
-        if name not in _READS | _VIEWS | _ALLOCATIONS:
+        if name not in _ALLOWED:
             raise NotRecordableError(f"{name} of PyTorch")
         result = func(*args, **(kwargs or {}))
         if name in _ALLOCATIONS:

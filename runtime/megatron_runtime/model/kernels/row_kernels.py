@@ -118,16 +118,21 @@ def sigmoid(values: Tensor) -> Tensor:
     return gated_sigmoid(torch.ones_like(values), values)
 
 
-def prepare(dtype: torch.dtype) -> None:
-    """Compile the kernels for a dtype now, so that the first request does not wait for it."""
+def prepare(dtype: torch.dtype, *, norms_of_heads: bool = True) -> None:
+    """Compile the kernels for a dtype now, so that the first request does not wait for it.
+
+    Models without ``norms_of_heads`` do not need the kernels of `normalize_heads`.
+    """
     _gated_sigmoid_kernel(False)  # scores of routers are float32 for every dtype
     if dtype in KINDS:
-        _gated_sigmoid_kernel(dtype is torch.bfloat16)
+        narrow = dtype is torch.bfloat16
+        _gated_sigmoid_kernel(narrow)
         for parallel in (False, True):
-            _rms_norm_kernel(dtype is torch.bfloat16, parallel)
-            _add_and_normalize_kernel(dtype is torch.bfloat16, parallel)
-            _normalize_heads_kernel(dtype is torch.bfloat16, parallel)
-            _gated_silu_kernel(dtype is torch.bfloat16, parallel)
+            _rms_norm_kernel(narrow, parallel)
+            _add_and_normalize_kernel(narrow, parallel)
+            _gated_silu_kernel(narrow, parallel)
+            if norms_of_heads:
+                _normalize_heads_kernel(narrow, parallel)
 
 
 @kernel_factory
