@@ -59,8 +59,8 @@ class RecordedLayers:
         self._is_recordable = all(_is_recordable(each) for each in layers)
         self.num_repeated = 0
         """Number of passes that were repeated recordings."""
-        self._seen: set[_Kind] = set()
-        self._recorded: dict[_Kind, _Recorded] = {}
+        self._recorded: dict[_Kind, _Recorded | None] = {}
+        """None for a kind that was there once."""
         self._memory: dict[tuple[object, ...], LayerMemory] = {}
 
     @property
@@ -82,20 +82,21 @@ class RecordedLayers:
         if not isinstance(plan, CpuAttention) or not self._may_record(hidden.shape[0]):
             return None
         kind = _Kind(hidden.shape[0], kernel_threads(), cache.identity)
-        if (found := self._recorded.get(kind)) is not None:
-            found.hidden.copy_(hidden)
-            found.recording.repeat({each: _inputs(each, positions, plan) for each in found.recording.sources})
-            self.num_repeated += 1
-            return found.normed
-        if kind not in self._seen:
+        known = self._recorded  # Another engine with this decoder may drop them meanwhile.
+        if kind not in known:
             self._note(kind)
             return None
-        return self._record(kind, hidden, positions, plan, cache)
+        if (found := known[kind]) is None:
+            return self._record(kind, hidden, positions, plan, cache)
+        found.hidden.copy_(hidden)
+        found.recording.repeat({each: _inputs(each, positions, plan) for each in found.recording.sources})
+        self.num_repeated += 1
+        return found.normed
 
     def _note(self, kind: _Kind) -> None:
-        if len(self._seen) == MOST_KINDS:
-            self._seen, self._recorded, self._memory = set(), {}, {}
-        self._seen.add(kind)
+        if len(self._recorded) == MOST_KINDS:
+            self._recorded, self._memory = {}, {}
+        self._recorded[kind] = None
 
     def _may_record(self, rows: int) -> bool:
         # A profiler of PyTorch does not see calls of kernels.

@@ -181,7 +181,7 @@ def test_the_oldest_recordings_are_forgotten(monkeypatch: pytest.MonkeyPatch) ->
     expected = without_recordings(model, passes)
     for one, other in zip(answers(PagedRequests(model), passes), expected, strict=True):
         assert torch.equal(one, other)
-    assert len(recorded(model)._seen) <= 4
+    assert len(recorded(model)._recorded) <= 4
 
 
 def test_a_profile_has_the_operators_of_every_pass() -> None:
