@@ -49,6 +49,7 @@ def _multiply_by_type(
     row_bytes: Any,
     panel: Any,
     ahead: Any,
+    stride: Any,
     second: Any,
     products: Any,
 ) -> Any:
@@ -61,8 +62,9 @@ def _multiply_by_type(
         inputs: Address of the first row.
         row_bytes: From a row to the next one.
         panel: Address of the panel, [words, COLUMNS] words.
-        ahead: Address of memory to prefetch meanwhile: a cache line of each word of the panel.
-        second: Distance of a second such line.
+        ahead: Address of memory to prefetch meanwhile.
+        stride: Bytes from a line that is prefetched with a word to the one of the next word.
+        second: Distance of a second line of each word.
         products: Address of the products, float32 [rows, COLUMNS].
     """
 
@@ -73,18 +75,19 @@ def _multiply_by_type(
                 made.generate(number)
         return context.get_dummy_value()
 
-    return types.void(array, rows, words, inputs, row_bytes, panel, ahead, second, products), generate
+    return types.void(array, rows, words, inputs, row_bytes, panel, ahead, stride, second, products), generate
 
 
 class _Products:
     """Generates the code of `multiply_words`, with its arguments."""
 
     def __init__(
-        self, builder: Any, array: Any, words: Any, inputs: Any, row_bytes: Any, panel: Any, ahead: Any, second: Any,
-        products: Any,
+        self, builder: Any, array: Any, words: Any, inputs: Any, row_bytes: Any, panel: Any, ahead: Any, stride: Any,
+        second: Any, products: Any,
     ) -> None:  # fmt: skip
         self._builder, self._words, self._inputs, self._row_bytes = builder, words, inputs, row_bytes
-        self._panel, self._ahead, self._second, self._products = panel, ahead, second, products
+        self._panel, self._products = panel, products
+        self._ahead, self._stride, self._second = ahead, stride, second
         is_narrow = isinstance(array.dtype, types.Integer)
         self._dot = PairDot() if is_narrow else ChannelDot(array, LANES)
         self._word = ir.IntType(32) if is_narrow else ir.FloatType()
@@ -104,7 +107,7 @@ class _Products:
     def _add(self, sums: list[list[Any]], lines: list[Any], word: Any) -> None:
         """Add the products of a word of each row, whose addresses are ``lines``."""
         builder = self._builder
-        ahead = offset(builder, self._ahead, word, COLUMNS * WORD_BYTES)
+        ahead = builder.add(self._ahead, builder.mul(word, self._stride))
         for line in (ahead, builder.add(ahead, self._second)):
             prefetch(builder, line, LINE_BYTES)
         kind, at = ir.VectorType(self._word, LANES), offset(builder, self._panel, word, COLUMNS * WORD_BYTES)

@@ -1,7 +1,8 @@
 """Products with matrices in float32 or bfloat16 by the vectors of AVX-512, for any number of rows.
 
-The bits of a row depend on no other row. While some rows are multiplied with a panel of the matrix, the next panel is
-prefetched: with few rows, the time is that of reading the matrix.
+The bits of a row depend on no other row. While some rows are multiplied with a panel of the matrix, a part of the next
+panel is prefetched, an equal one each time: with few rows, the time is that of reading the matrix, and with more, the
+memory would be too slow for all of a panel at once.
 """
 
 from __future__ import annotations
@@ -131,14 +132,13 @@ def _product_kernel(narrow: bool, parallel: bool) -> Kernel:
                 following = w + panel_bytes if has_next else w
                 turns = (end - begin + ROWS - 1) // ROWS
                 size = (end - begin + turns - 1) // turns
+                stride = (COLUMNS * WORD_BYTES + turns - 1) // turns
                 for turn in range(turns):
                     first = turn * size
                     number = min(size, end - begin - first)
-                    # The first two turns fetch a line each for every word, or a single one both.
-                    ahead = following + turn * LINE_BYTES if turn < 2 else w
-                    second = LINE_BYTES if turns == 1 else 0
+                    ahead, second = following + turn * stride * words, LINE_BYTES if turns == 1 else 0
                     at, to = x + first * row_bytes, products.ctypes.data
-                    multiply_words(given, number, words, at, row_bytes, w, ahead, second, to)
+                    multiply_words(given, number, words, at, row_bytes, w, ahead, stride, second, to)
                     write_products(products, added, written, begin + first, number, panel * COLUMNS)
 
     signature = void(*[int64] * 11, int64[::1])
