@@ -18,12 +18,12 @@ from tokenizers import Tokenizer, decoders, models
 
 from megatron_runtime.model.formats.expected_tensors import expected_tensors
 from megatron_runtime.model.formats.hugging_face_config import hugging_face_config
-from servers.server import HOST, MODEL
+from servers.server import MODEL
+from servers.streams import Stream
 
 LIMIT_SECONDS = 60.0
 """Until all answers have to be whole."""
 _STD = 0.02
-_PIECE = 2**16
 _TEXT = re.compile(rb'"text":"([t\d]*)"')
 
 
@@ -87,7 +87,7 @@ def read_answers(
 async def _read_answers(
     port: int, prompts: Sequence[list[int]], tokens: int, interruption: tuple[Action, Action] | None
 ) -> Answers:
-    streams = [_Stream(port) for _ in prompts]
+    streams = [Stream(port) for _ in prompts]
     bodies = [_body(prompt, tokens) for prompt in prompts]
     fewest = 0
     try:
@@ -100,11 +100,11 @@ async def _read_answers(
                     await stream.has_begun.wait()
                 start = time.perf_counter()
                 await asyncio.to_thread(interruption[0])
-                fewest = min(len(each.tokens()) for each in streams)
+                fewest = min(len(_tokens(each)) for each in streams)
                 await asyncio.to_thread(interruption[1])
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    return Answers([each.tokens() for each in streams], time.perf_counter() - start, fewest)
+    return Answers([_tokens(each) for each in streams], time.perf_counter() - start, fewest)
 
 
 def _body(prompt: list[int], tokens: int) -> bytes:
@@ -112,47 +112,6 @@ def _body(prompt: list[int], tokens: int) -> bytes:
     return json.dumps(fields | {"stream": True, "cache_salt": uuid.uuid4().hex}).encode()
 
 
-class _Stream:
-    """The response to one request. It is parsed at the end, so that the client takes little of the measured time."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._pieces: list[bytes] = []
-        self.has_begun = asyncio.Event()
-
-    async def read(self, body: bytes) -> None:
-        """Send the request, and read to the end. Raises ValueError for another status than 200."""
-        reader, writer = await asyncio.open_connection(HOST, self._port)
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\nContent-Type: application/json\r\n"
-        )
-        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        try:
-            while piece := await reader.read(_PIECE):
-                self._pieces.append(piece)
-                if b"data: " in piece:
-                    self.has_begun.set()
-        finally:
-            self.has_begun.set()
-            writer.close()
-        status, _, rest = b"".join(self._pieces).partition(b"\r\n")
-        if b" 200 " not in status:
-            words = rest.partition(b"\r\n\r\n")[2] or rest
-            raise ValueError(f"{status.decode(errors='replace')}: {words[:200].decode(errors='replace')}")
-
-    def tokens(self) -> list[bytes]:
-        """Those that have arrived."""
-        return re.findall(rb"t\d+", b"".join(_TEXT.findall(_without_chunks(b"".join(self._pieces)))))
-
-
-def _without_chunks(response: bytes) -> bytes:
-    """The body of a response in chunks, as far as it has arrived."""
-    _, _, rest = response.partition(b"\r\n\r\n")
-    body = []
-    while rest:
-        size, separator, rest = rest.partition(b"\r\n")
-        if not separator or not (count := int(size, 16)):
-            break
-        body.append(rest[:count])
-        rest = rest[count + 2 :]
-    return b"".join(body)
+def _tokens(stream: Stream) -> list[bytes]:
+    """Those that have arrived."""
+    return re.findall(rb"t\d+", b"".join(_TEXT.findall(stream.body())))

@@ -150,10 +150,12 @@ def llama_cpp(python: str, checkpoint: Path, port: int, threads: int) -> list[st
     return [python, "-m", "llama_cpp.server", *_flags(options | {"n_threads": threads, "n_threads_batch": threads})]
 
 
-def vllm(python: str, checkpoint: Path, port: int, _: int) -> list[str]:
-    """vLLM's server, without compilation at its start."""
-    options = {"model": checkpoint, "served-model-name": MODEL, "host": HOST, "port": port}
-    return [python, "-m", "vllm.entrypoints.openai.api_server", *_flags(options), "--enforce-eager"]
+def vllm(python: str, checkpoint: Path, port: int, _: int, *, compiled: bool = False, **further: object) -> list[str]:
+    """vLLM's server; without compilation at its start unless ``compiled``."""
+    options = {"model": checkpoint, "served-model-name": MODEL, "host": HOST, "port": port, **further}
+    if not compiled:
+        options["enforce-eager"] = True
+    return [python, "-m", "vllm.entrypoints.openai.api_server", *_flags(options)]
 
 
 def our_server(checkpoint: Path, environment: dict[str, str], **options: object) -> Server:
