@@ -15,7 +15,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from pathlib import Path
 from offline_throughput import MODELS, write_checkpoint
 from peers.command_line import add_peer_option, listed, positive, print_table
 from peers.process import ContenderError
-from peers.turns import ratio_cells, run_in_turn
+from peers.turns import quantile, ratio_cells, run_in_turn
 from servers.forms import write_folder
 from servers.load import LoadTimes, Work, arrive, saturate
 from servers.server import Server, Start, our_server, vllm
@@ -33,11 +33,6 @@ PEERS = ("vllm", "ours")
 COLUMNS = ["load", "measure", "ours", "peer", "ratio ours / it", "of the pairs"]
 TOKEN_IDS = {"smollm2": range(1000, 49_000), "tiny": range(3, MODELS["tiny"]["vocab_size"])}
 """Ordinary tokens of the models."""
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """The value that ``share`` of the values do not exceed."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 MEASURES: dict[str, Callable[[LoadTimes], float]] = {

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from peers.turns import quantile
 from servers.server import HOST, MODEL, PROMPT
 
 EVERY_SECONDS = 0.2
@@ -44,8 +45,7 @@ class Answers:
 
     def quantile(self, share: float) -> float:
         """The time within which ``share`` of the answers came, in seconds."""
-        ordered = sorted(self.seconds)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+        return quantile(self.seconds, share)
 
     def wrong(self, right: str) -> int:
         """The number of answers that are missing or differ from the right one."""

@@ -1,9 +1,9 @@
-"""Runs contenders in turn, and computes the ratios of their results."""
+"""Runs contenders in turn, and summarizes their results."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 Contender = TypeVar("Contender")
@@ -30,3 +30,9 @@ def ratio_cells(ratios: Sequence[float]) -> list[str]:
     if not ratios:
         return ["", ""]
     return [f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}"]
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """The value that ``share`` of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -48,9 +48,9 @@ class LoadTimes:
     tokens: int
     """Generated tokens of all answers."""
     first: list[float]
-    """From the time when each request was due to its first token, in ascending order."""
+    """From the time when each request was due to its first token."""
     further: list[float]
-    """The mean time of the tokens after the first one, of each answer, in ascending order."""
+    """The mean time of the tokens after the first one, of each answer."""
 
     @property
     def speed(self) -> float:
@@ -136,6 +136,6 @@ def _times(answers: Sequence[_Answer], start: float, work: Work) -> LoadTimes:
     seconds = time.perf_counter() - start
     if wrong := [count for answer in answers if (count := answer.tokens) != work.new_tokens]:
         raise ValueError(f"{len(wrong)} of {len(answers)} answers had {wrong[0]} of {work.new_tokens} tokens")
-    first = sorted(answer.first for answer in answers)
-    further = sorted(answer.seconds / max(1, work.new_tokens - 1) for answer in answers)
+    first = [answer.first for answer in answers]
+    further = [answer.seconds / max(1, work.new_tokens - 1) for answer in answers]
     return LoadTimes(seconds, len(answers) * work.new_tokens, first, further)
