@@ -4,6 +4,7 @@ Everything is measured in turn, and compared pair by pair; absolute numbers appl
 
     python benchmarks/quantized_weights.py                                     # all parts, with SmolLM2
     python benchmarks/quantized_weights.py --part perplexity --texts docs/*.md
+    python benchmarks/quantized_weights.py --part memory --random Q4_K         # a larger model
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -25,13 +27,14 @@ from megatron_runtime.apis import MegatronLLM
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.launch.sample_model import MODEL, models_folder
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
-from megatron_runtime.model.formats.coded_rows import BLOCK, CODINGS, CodedRows, packed
+from megatron_runtime.model.formats.coded_rows import CODINGS, CodedRows
 from megatron_runtime.model.packed_linear import PackedLinear
 from megatron_runtime.model.quantized.linear import QuantizedLinear
 from megatron_runtime.model.quantized.matrix import QuantizedMatrix
 from megatron_runtime.sampling_params import SamplingParams
 from peers.command_line import positive, print_table
 from peers.turns import ratio_cells, run_in_turn
+from random_gguf import random_rows, write_random_gguf
 
 CHOICES = ("keep", "expand")
 KINDS = ("Q4_0", "Q4_1", "Q5_K", "Q6_K", "Q8_0")
@@ -44,6 +47,7 @@ WINDOW = 512
 MEASURE_LOAD = """
 import re, sys, time
 from pathlib import Path
+import numpy as np
 import torch
 from megatron_runtime.model.checkpoint import load_model
 path, choice, threads = sys.argv[1:]
@@ -65,9 +69,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS))
     parser.add_argument("--model", type=Path, default=models_folder() / MODEL, help="a GGUF file or a folder")
+    parser.add_argument(
+        "--random",
+        choices=CODINGS,
+        help="instead of the model, in the part of memory: a Llama of random weights of this type",
+    )
+    parser.add_argument("--layers", type=positive, default=16, help="of this Llama")
     parser.add_argument("--pairs", type=positive, default=5)
     parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
-    parser.add_argument("--width", type=positive, default=2048, help="columns of the matrix of the products")
+    parser.add_argument(
+        "--width", type=positive, default=2048, help="columns of the matrix of the products; of this Llama"
+    )
     parser.add_argument("--height", type=positive, default=4096, help="its rows")
     parser.add_argument("--texts", type=Path, nargs="+", default=[Path(__file__).parent.parent / "LICENSE"])
     parser.add_argument("--tokens", type=positive, default=2048, help="of each text, for the perplexity")
@@ -113,14 +125,24 @@ def engine(chosen: argparse.Namespace) -> None:
 
 def memory(chosen: argparse.Namespace) -> None:
     """Time and memory of loading, beside reading the file."""
-    size = chosen.model.stat().st_size
+    if chosen.random is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / f"{chosen.random}.gguf"
+            write_random_gguf(path, chosen.random, width=chosen.width, layers=chosen.layers)
+            _memory(path, chosen)
+    else:
+        _memory(chosen.model, chosen)
+
+
+def _memory(model: Path, chosen: argparse.Namespace) -> None:
+    size = model.stat().st_size
     rows = [["weights", "memory / file", "peak / file", "time / time to read the cached file"]]
 
     def load(choice: str, _: int) -> list[float]:
-        command = [sys.executable, "-c", MEASURE_LOAD, str(chosen.model), choice, str(chosen.threads)]
+        command = [sys.executable, "-c", MEASURE_LOAD, str(model), choice, str(chosen.threads)]
         done = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         started = time.perf_counter()
-        chosen.model.read_bytes()
+        model.read_bytes()
         return [*map(float, done.split()), time.perf_counter() - started]
 
     for choice, turns in run_in_turn(CHOICES, chosen.pairs, load).items():
@@ -162,13 +184,8 @@ def _loss(llm: MegatronLLM, tokens: list[int]) -> float:
 
 
 def _random_matrix(kind: str, rows: int, columns: int) -> QuantizedMatrix:
-    coding, random = CODINGS[kind], np.random.default_rng(0)
-    matrix = QuantizedMatrix(rows, columns, coding)
-    codes = random.integers(0, 1 << coding.bits, (rows, columns), dtype=np.uint8)
-    scales = random.random((rows, columns // coding.group)).astype(np.float16)
-    matrix.fill(
-        0, CodedRows(packed(codes, coding.bits), scales, scales[:, : columns // BLOCK] if coding.has_mins else None)
-    )
+    matrix = QuantizedMatrix(rows, columns, CODINGS[kind])
+    matrix.fill(0, CodedRows.of(kind, random_rows(kind, rows, columns)))
     return matrix
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
 from typing import Any
 
 import gguf
@@ -15,7 +14,7 @@ from numba import njit
 from runtime_support.random_blocks import random_blocks
 from torch import Tensor
 
-from megatron_runtime.model.formats.coded_rows import BLOCK, CODINGS, decode
+from megatron_runtime.model.formats.coded_rows import BLOCK, CODINGS, CodedRows
 from megatron_runtime.model.kernels import panel_products, quantized_products
 from megatron_runtime.model.kernels.coded_inputs import code_inputs
 from megatron_runtime.model.quantized.linear import QuantizedLinear
@@ -28,6 +27,8 @@ LAYOUTS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q6_K", "Q8_0"]
 """A kind for each layout of the kernels."""
 HALF = 2.0**-11
 """Relative error of a rounding to float16."""
+HALF_NAN, HALF_INFINITY = (0x01, 0x7E), (0x00, 0x7C)
+"""The bytes of float16."""
 
 
 def stored(kind: str, rows: int, columns: int) -> np.ndarray:
@@ -40,7 +41,7 @@ def dequantized(kind: str, rows: int, columns: int) -> Tensor:
 
 def matrix(kind: str, rows: int, columns: int) -> QuantizedMatrix:
     made = QuantizedMatrix(rows, columns, CODINGS[kind])
-    made.fill(0, decode(stored(kind, rows, columns), GGMLQuantizationType[kind], slice(0, columns)))
+    made.fill(0, CodedRows.of(kind, stored(kind, rows, columns)))
     return made
 
 
@@ -72,7 +73,7 @@ def test_chunks_of_rows_and_columns_can_be_stored(kind: str) -> None:
     raw, whole = stored(kind, 70, 1024), matrix(kind, 70, 1024).whole(torch.float32)
     part = QuantizedMatrix(67, 352, CODINGS[kind])
     for start, stop in ((0, 5), (5, 40), (40, 67)):
-        part.fill(start, decode(raw[3 + start : 3 + stop], GGMLQuantizationType[kind], slice(160, 512)))
+        part.fill(start, CodedRows.of(kind, raw[3 + start : 3 + stop], slice(160, 512)))
     assert torch.equal(part.whole(torch.float32), whole[3:, 160:512])
 
 
@@ -146,13 +147,14 @@ def test_numbers_are_checked_of_the_rows_of_a_tensor_alone(kind: str) -> None:
     """Another thread may write the next tensor, and a number that changes while it is compared looks like NaN."""
     both = QuantizedMatrix(70, 256, CODINGS[kind])
     first, second = (CodedPlacement(both, start, (range(35),), slice(0, 256)) for start in (0, 35))
-    given = decode(stored(kind, 35, 256), GGMLQuantizationType[kind], slice(0, 256))
-    both.fill(0, given)
-    scales = given.scales.copy()
-    scales.flat[[3, -1]] = np.nan, np.inf
-    both.fill(35, replace(given, scales=scales))
-    assert (first.count_not_finite(), second.count_not_finite()) == (0, 2)
-    assert first.numbers == second.numbers == scales.size + (0 if given.mins is None else given.mins.size)
+    blocks = stored(kind, 35, 256)
+    both.fill(0, CodedRows.of(kind, blocks))
+    wrong, factor = blocks.copy(), 208 if kind == "Q6_K" else 0
+    wrong[0, factor : factor + 2], wrong[34, factor : factor + 2] = HALF_NAN, HALF_INFINITY
+    both.fill(35, CodedRows.of(kind, wrong))
+    scales_of_factor = 16 if kind == "Q6_K" else 1
+    assert (first.count_not_finite(), second.count_not_finite()) == (0, 2 * scales_of_factor)
+    assert first.numbers == second.numbers == 35 * (256 // both.coding.group + 8 * both.coding.has_mins)
 
 
 def test_zeros_and_tiny_numbers_give_zeros() -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.config import ModelConfig
-from megatron_runtime.model.formats.coded_rows import CodedRows, decode
+from megatron_runtime.model.formats.coded_rows import CodedRows
 from megatron_runtime.model.formats.gguf_file import GgufFile
 from megatron_runtime.model.formats.gguf_rows import (
     TensorRows,
@@ -104,16 +104,14 @@ class GgufWeights:
     def read_coded(self, name: str, rows: range, columns: slice) -> Iterator[CodedRows]:
         """As in CodedSource. The rows of queries or keys are those of whole heads."""
         stored, first = self._by_name[name], rows.start
-        order = self._row_order(name, len(rows))
-        if order is not None:
-            whole = self._raw_rows(stored, first, rows.stop)[order.argsort().numpy()]
+        kind, groups = str(stored.ranges[0].tensor.kind.name), stored.column_groups
+        if (order := self._row_order(name, len(rows))) is not None:
+            whole = self._raw_rows(stored, first, rows.stop)
+            yield CodedRows.of(kind, whole, columns, rows=order.argsort().numpy(), column_groups=groups)
+            return
         for part in row_pieces((len(rows), stored.shape[1])):
-            raw = whole[part] if order is not None else self._raw_rows(stored, first + part.start, first + part.stop)
-            kind = stored.ranges[0].tensor.kind
-            if stored.column_groups:
-                yield decode(raw, kind, slice(0, stored.shape[1])).rearranged(stored.column_groups, columns)
-            else:
-                yield decode(raw, kind, columns)
+            raw = self._raw_rows(stored, first + part.start, first + part.stop)
+            yield CodedRows.of(kind, raw, columns, column_groups=groups)
 
     def rotary_factors(self) -> NDArray[np.float32] | None:
         """float32 [head_dim / 2], the divisors of the rotary frequencies (Llama 3.1); None without scaling."""

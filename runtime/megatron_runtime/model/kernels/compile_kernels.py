@@ -30,6 +30,7 @@ def main() -> None:
         mamba_kernels,
         quantized_products,
         row_kernels,
+        stored_blocks,
         tile_products,
         vector_products,
     )
@@ -39,6 +40,8 @@ def main() -> None:
     for is_chosen, kernels in ((chosen.gated_delta, delta_kernels), (chosen.mamba, mamba_kernels)):
         if is_chosen:
             kernels.prepare()
+    for kind in chosen.quantization:
+        stored_blocks.prepare(kind)
     for name in chosen.dtype:
         dtype = getattr(torch, name)
         row_kernels.prepare(dtype)

@@ -57,7 +57,7 @@ class Packing:
 
     @property
     def vectors(self) -> int:
-        """Vectors of the codes of a block, in each part of a panel: a lane has a word of `coded_rows.packed`."""
+        """Vectors of the codes of a block, in each part of a panel: a lane has a word of `stored_blocks`."""
         return self.bits
 
     @property

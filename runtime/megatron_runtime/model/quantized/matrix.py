@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_runtime.model.formats.coded_rows import BLOCK, QUAD, CodedRows, Coding
 from megatron_runtime.model.host_memory import zeros
+from megatron_runtime.model.kernels import stored_blocks
 from megatron_runtime.model.kernels.coded_inputs import CodedInputs
 from megatron_runtime.model.kernels.panel_products import PANEL, PARTS, Packing
 from megatron_runtime.model.kernels.quantized_products import multiply
@@ -39,16 +40,8 @@ class QuantizedMatrix:
         return self.columns // self.coding.group + (self.columns // BLOCK if self.coding.has_mins else 0)
 
     def fill(self, start: int, given: CodedRows) -> None:
-        """Store consecutive rows from the row ``start`` on."""
-        rows = np.arange(start, start + len(given))
-        panels, lanes = rows // PANEL, rows % PANEL
-        # A quad is copied as one number.
-        codes = self._codes.numpy().view(np.uint32)[..., 0]
-        codes[panels, :, lanes // LANES, :, lanes % LANES] = given.codes
-        groups = BLOCK // self.coding.group
-        self._scales.numpy()[panels, :, :, lanes] = given.scales.reshape(len(rows), -1, groups)
-        if given.mins is not None:
-            self._mins.numpy()[panels, :, lanes] = given.mins
+        """Store consecutive rows from the row ``start`` on, of a type with the coding of this matrix."""
+        stored_blocks.store(given, start, self._codes, self._scales, self._mins)
 
     def rows_of(self, indices: Tensor, dtype: torch.dtype) -> Tensor:
         """Some rows as ``dtype``, [len(indices), columns]."""
@@ -86,7 +79,7 @@ class QuantizedMatrix:
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
-    """The inverse of `packed` for bytes: [rows, blocks, vectors, QUAD] to [rows, columns]."""
+    """The codes of words in the layout of `stored_blocks`: [rows, blocks, vectors, QUAD] to [rows, columns]."""
     if bits == 8:
         return packed.flatten(1)
     codes = torch.cat((packed[:, :, :4] & 0x0F, packed[:, :, :4] >> 4), dim=2)

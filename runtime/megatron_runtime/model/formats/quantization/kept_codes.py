@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_runtime.errors import CheckpointError
-from megatron_runtime.model.formats.coded_rows import BLOCK, CODINGS, CodedRows, Coding, packed
+from megatron_runtime.model.formats.coded_rows import BLOCK, CODINGS, CodedRows, Coding
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_runtime.model.formats.quantization.stored_matrix import QuantizedPart
 
-_SYMMETRIC = {4: CODINGS["Q4_0"], 8: CODINGS["Q8_0"]}
-"""With the zero point in the middle of the range. By bits."""
-_WITH_ZEROS = {4: CODINGS["Q4_1"]}
-"""With a zero point for each group, which becomes the min of its blocks."""
+_SYMMETRIC = {4: "Q4_0", 8: "Q8_0"}
+"""The ggml type of codes with the zero point in the middle of the range. By bits."""
+_WITH_ZEROS = {4: "Q4_1"}
+"""The same with a zero point for each group, which becomes the min of its blocks."""
 
 
 def coding_of(bits: int, columns: int, width: int, *, symmetric: bool) -> Coding | None:
@@ -25,7 +28,8 @@ def coding_of(bits: int, columns: int, width: int, *, symmetric: bool) -> Coding
     """
     if columns % BLOCK or (width % BLOCK and width < columns):
         return None
-    return (_SYMMETRIC if symmetric else _WITH_ZEROS).get(bits)
+    kind = (_SYMMETRIC if symmetric else _WITH_ZEROS).get(bits)
+    return None if kind is None else CODINGS[kind]
 
 
 def coded_rows(part: QuantizedPart, coding: Coding, name: str) -> CodedRows:
@@ -47,12 +51,26 @@ def coded_rows(part: QuantizedPart, coding: Coding, name: str) -> CodedRows:
         raise _refuse(name, f"has zero points other than {coding.offset}, but the configuration says it is symmetric")
     if not all(bool(numbers.isfinite().all()) for numbers in (scales, mins) if numbers is not None):
         raise _refuse(name, "has scales that float16 can't represent")
-    return CodedRows(packed(part.codes.numpy(), coding.bits), scales.numpy(), None if mins is None else mins.numpy())
+    numbers = [scales.numpy()] if mins is None else [scales.numpy(), mins.numpy()]
+    stored = _blocks_of(part.codes.numpy(), numbers, coding.bits)
+    return CodedRows.of((_WITH_ZEROS if coding.has_mins else _SYMMETRIC)[coding.bits], stored)
 
 
 def _of_blocks(numbers: Tensor, blocks: Tensor) -> Tensor:
     """float16 [rows, blocks]."""
     return numbers.index_select(1, blocks).half()
+
+
+def _blocks_of(codes: NDArray[np.uint8], numbers: list[NDArray[np.float16]], bits: int) -> NDArray[np.uint8]:
+    """Blocks of the types above, uint8 [rows, bytes of a row]: the numbers of a block, then its codes [rows, columns].
+
+    Codes of 4 bits are in the halves of 16 bytes: the first 16 columns in the low ones. Those of 8 bits are signed.
+    """
+    blocks: NDArray[Any] = codes.reshape(len(codes), -1, BLOCK)
+    low, high = blocks[..., : BLOCK // 2], blocks[..., BLOCK // 2 :]
+    stored = blocks ^ np.uint8(0x80) if bits == 8 else low | high << np.uint8(4)
+    heads = [np.ascontiguousarray(number)[..., None].view(np.uint8) for number in numbers]
+    return np.concatenate((*heads, stored), axis=-1).reshape(len(codes), -1)
 
 
 def _refuse(name: str, reason: str) -> CheckpointError:
