@@ -1,4 +1,4 @@
-"""The layers of a decoder on a CPU, as calls of kernels that are recorded once for each number of rows."""
+"""The layers of a decoder on a CPU, as calls of kernels that are recorded once for a number of rows."""
 
 from __future__ import annotations
 
@@ -23,8 +23,12 @@ from megatron_runtime.model.self_attention import SelfAttention
 
 logger = logging.getLogger(__name__)
 
-MOST_ROWS = 128
+MOST_ROWS = 256
 """In larger passes, the time between kernels matters less than the memory of a recording."""
+EXACT_ROWS = 128
+"""Larger passes have a part of a prompt, whose number of tokens seldom repeats."""
+STEP = 8
+"""Such passes get further rows up to a multiple of this, which cost less than the time between kernels."""
 MOST_KINDS = 512
 """Of passes, before all recordings are dropped: old ones may be of a cache that no longer exists."""
 
@@ -34,6 +38,7 @@ class _Kind:
     """What the arguments of recorded calls depend on."""
 
     rows: int
+    """With those that `padded_rows` adds."""
     threads: int
     cache: tuple[object, ...]
     """`KVCache.identity`."""
@@ -43,9 +48,14 @@ class _Kind:
 class _Recorded:
     recording: Recording
     hidden: Tensor
-    """The input of the first layer, [T, hidden]."""
+    """The input of the first layer, [rows, hidden]."""
     normed: Tensor
-    """The norm of the last layer's output, [T, hidden]."""
+    """The norm of the last layer's output, [rows, hidden]."""
+
+
+def padded_rows(rows: int) -> int:
+    """The rows of the recording for a pass of ``rows``. The further ones begin as zeros; attention leaves them out."""
+    return rows if rows <= EXACT_ROWS else -(-rows // STEP) * STEP
 
 
 class RecordedLayers:
@@ -81,17 +91,18 @@ class RecordedLayers:
         """
         if not isinstance(plan, CpuAttention) or not self._may_record(hidden.shape[0]):
             return None
-        kind = _Kind(hidden.shape[0], kernel_threads(), cache.identity)
+        rows = hidden.shape[0]
+        kind = _Kind(padded_rows(rows), kernel_threads(), cache.identity)
         known = self._recorded  # Another engine with this decoder may drop them meanwhile.
         if kind not in known:
             self._note(kind)
             return None
         if (found := known[kind]) is None:
             return self._record(kind, hidden, positions, plan, cache)
-        found.hidden.copy_(hidden)
+        _copy(hidden, found.hidden)
         found.recording.repeat({each: _inputs(each, positions, plan) for each in found.recording.sources})
         self.num_repeated += 1
-        return found.normed
+        return found.normed[:rows]
 
     def _note(self, kind: _Kind) -> None:
         if len(self._recorded) == MOST_KINDS:
@@ -109,7 +120,8 @@ class RecordedLayers:
         most_rows = 1 << (kind.rows - 1).bit_length()
         memory = self._memory.setdefault((kind.cache, most_rows), LayerMemory(most_rows))
         recording = Recording(kind.rows, memory)
-        first = recording.tensor(given.shape, given.dtype).copy_(given)
+        first = recording.tensor((kind.rows, given.shape[1]), given.dtype)
+        _copy(given, first)
         try:
             with recording.active():
                 hidden = first
@@ -122,7 +134,7 @@ class RecordedLayers:
             self._is_recordable = False
             return None
         self._recorded[kind] = _Recorded(recording, first, normed)
-        return normed
+        return normed[: len(given)]
 
 
 def _is_recordable(numbered: NumberedLayer) -> bool:
@@ -130,6 +142,11 @@ def _is_recordable(numbered: NumberedLayer) -> bool:
     layer = numbered.layer
     is_dense = isinstance(layer, DecoderLayer) and isinstance(layer.feed_forward, FeedForward)
     return is_dense and isinstance(layer.attention, SelfAttention)
+
+
+def _copy(given: Tensor, into: Tensor) -> None:
+    into[: len(given)].copy_(given)
+    into[len(given) :].zero_()
 
 
 def _inputs(source: object, positions: Sequence[LayerPositions], plan: CpuAttention) -> tuple[NDArray[Any], ...]:

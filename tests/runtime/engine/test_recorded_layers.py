@@ -18,7 +18,7 @@ from megatron_runtime.model import recorded_layers
 from megatron_runtime.model.config import ExpertsConfig, RoutingConfig
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.kv_cache import KVCache
-from megatron_runtime.model.recorded_layers import MOST_ROWS, RecordedLayers
+from megatron_runtime.model.recorded_layers import EXACT_ROWS, MOST_ROWS, STEP, RecordedLayers
 from megatron_runtime.model.refit import update_weights
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -153,6 +153,19 @@ def test_rows_with_adapters_call_the_layers() -> None:
     requests.adapters.clear()
     answers(requests, [{"a": [1]}] * 4)
     assert recorded(model).num_repeated == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_passes_with_parts_of_prompts_share_recordings_for_more_rows(dtype: torch.dtype) -> None:
+    model, chance = made(dtype, query_key_norm="head"), random.Random(1)
+    sizes = (EXACT_ROWS + 1, EXACT_ROWS + STEP, EXACT_ROWS + 5, MOST_ROWS, EXACT_ROWS + 2, EXACT_ROWS + 3)
+    passes = [
+        {"a": [1], f"b{number}": [chance.randrange(256) for _ in range(rows - 1)]} for number, rows in enumerate(sizes)
+    ]
+    expected = without_recordings(model, passes)
+    for one, other in zip(answers(PagedRequests(model), passes), expected, strict=True):
+        assert torch.equal(one, other)
+    assert recorded(model).num_repeated == (3 if model.is_packed else 0)
 
 
 def test_large_passes_call_the_layers() -> None:
