@@ -47,7 +47,6 @@ WINDOW = 512
 MEASURE_LOAD = """
 import re, sys, time
 from pathlib import Path
-import numpy as np
 import torch
 from megatron_runtime.model.checkpoint import load_model
 path, choice, threads = sys.argv[1:]

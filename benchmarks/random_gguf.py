@@ -19,8 +19,9 @@ def random_rows(kind: str, rows: int, columns: int) -> NDArray[np.uint8]:
     return np.random.default_rng(0).integers(0, _LARGEST_BYTE + 1, (rows, columns // elements * size), dtype=np.uint8)
 
 
-def write_random_gguf(path: Path, kind: str, *, width: int, layers: int = 16) -> None:
-    """A Llama without a tokenizer, whose matrices have blocks of ``kind``: 1.04 billion weights if 2048 wide.
+def write_random_gguf(path: Path, kind: str, *, width: int, layers: int) -> None:
+    """A Llama without a tokenizer, whose matrices have blocks of ``kind``: 1.04 billion weights with 16
+    layers that are 2048 wide.
 
     Args:
         path: Of the file.

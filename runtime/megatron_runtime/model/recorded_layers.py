@@ -89,9 +89,9 @@ class RecordedLayers:
             plan: The attention of the pass, whose rows have no adapters.
             cache: That of the plan.
         """
-        if not isinstance(plan, CpuAttention) or not self._may_record(hidden.shape[0]):
-            return None
         rows = hidden.shape[0]
+        if not isinstance(plan, CpuAttention) or not self._may_record(rows):
+            return None
         kind = _Kind(padded_rows(rows), kernel_threads(), cache.identity)
         known = self._recorded  # Another engine with this decoder may drop them meanwhile.
         if kind not in known:

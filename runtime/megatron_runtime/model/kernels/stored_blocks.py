@@ -50,7 +50,10 @@ def store(given: CodedRows, start: int, codes: Tensor, scales: Tensor, mins: Ten
     """
     places = (address(part) for part in (codes, scales, mins))
     order = (given.rows.ctypes.data, len(given.rows), given.blocks.ctypes.data, len(given.blocks))
+    # The kernel gets addresses alone, and would write elsewhere.
     assert given.stored.flags.c_contiguous
+    assert codes.shape[1] == len(given.blocks)
+    assert start + len(given.rows) <= codes.shape[0] * PANEL
     _store_kernel(given.kind)(given.stored.ctypes.data, given.stored.shape[1], *order, start, *places)
 
 
@@ -160,19 +163,19 @@ def _store_fifth(is_k: Any, stored: Any, place: Any, to: Any, lane: Any) -> None
 def _number_k(groups: Any, source: Any, numbers: Any) -> None:
     """The scales, and the mins, of a block of 256 columns of a K type: their integers times the factors of all."""
     if groups == 2:
-        factor, integers = from_half(source + 208), array_at(source + 192, _NUMBERS, np.int8)
+        factor, integers = _from_half(source + 208), array_at(source + 192, _NUMBERS, np.int8)
         for group in range(_NUMBERS):
-            numbers[0, group] = half_bits(np.float32(integers[group]) * factor)
+            numbers[0, group] = _half_bits(np.float32(integers[group]) * factor)
         return
-    factor, least = from_half(source), -from_half(source + 2)
+    factor, least = _from_half(source), -_from_half(source + 2)
     # The integers have six bits. The upper two of those of the last four blocks are in the bytes of the first four.
     stored = array_at(source + 4, 12, np.uint8)
     for place in range(4):
         scale, lowest, later = stored[place], stored[place + 4], stored[place + 8]
-        numbers[0, place] = half_bits(np.float32(scale & 0x3F) * factor)
-        numbers[1, place] = half_bits(np.float32(lowest & 0x3F) * least)
-        numbers[0, place + 4] = half_bits(np.float32(later & 0x0F | scale >> 6 << 4) * factor)
-        numbers[1, place + 4] = half_bits(np.float32(later >> 4 | lowest >> 6 << 4) * least)
+        numbers[0, place] = _half_bits(np.float32(scale & 0x3F) * factor)
+        numbers[1, place] = _half_bits(np.float32(lowest & 0x3F) * least)
+        numbers[0, place + 4] = _half_bits(np.float32(later & 0x0F | scale >> 6 << 4) * factor)
+        numbers[1, place + 4] = _half_bits(np.float32(later >> 4 | lowest >> 6 << 4) * least)
 
 
 @njit(inline="always")
@@ -204,5 +207,5 @@ def _half_bits_by_type(_: Any, value: Any) -> Any:
 
 
 # Called without the typing context, unlike the signatures above.
-from_half: Any = intrinsic(_from_half_by_type)
-half_bits: Any = intrinsic(_half_bits_by_type)
+_from_half: Any = intrinsic(_from_half_by_type)
+_half_bits: Any = intrinsic(_half_bits_by_type)
