@@ -164,10 +164,12 @@ def main() -> None:
         calling, repeating = measure(chosen, Path(name))
     largest = max(each.rows for each in calling)
     kinds = {f"{largest} tokens of prompts": largest, f"{chosen.prompts} next tokens": chosen.prompts}
-    rows = [
-        row(name, *([each for each in passes if each.rows == count] for passes in (calling, repeating)))
-        for name, count in kinds.items()
-    ]
+    rows = []
+    for name, count in kinds.items():
+        called, repeated = ([each for each in passes if each.rows == count] for passes in (calling, repeating))
+        # Prompts that take several passes may end before all are in one.
+        if called and repeated:
+            rows.append(row(name, called, repeated))
     print_table([COLUMNS, *rows])
 
 
