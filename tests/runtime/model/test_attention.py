@@ -17,7 +17,10 @@ from megatron_runtime.model.kernels.cpu_attention import CpuAttention
 from megatron_runtime.model.kernels.torch_attention import TorchAttention
 from megatron_runtime.model.rotary import rotate, rotation
 
-KV_HEADS, HEADS, HEAD_DIM, POOL = 2, 6, 8, 60
+KV_HEADS, HEADS, POOL = 2, 6, 60
+HEAD_DIM = 64
+"""The keys of prompts are transposed. NARROW ones are not, because they do not fill a vector."""
+NARROW = 8
 
 Cache = tuple[Tensor, Tensor]
 
@@ -33,9 +36,9 @@ class Request:
     queries: Tensor
 
 
-def request(context: int, new: int, dtype: torch.dtype = torch.float32) -> Request:
-    keys, values = (torch.randn(context, KV_HEADS, HEAD_DIM, dtype=dtype) for _ in range(2))
-    return Request(context, new, keys, values, torch.randn(new, HEADS, HEAD_DIM, dtype=dtype))
+def request(context: int, new: int, dtype: torch.dtype = torch.float32, width: int = HEAD_DIM) -> Request:
+    keys, values = (torch.randn(context, KV_HEADS, width, dtype=dtype) for _ in range(2))
+    return Request(context, new, keys, values, torch.randn(new, HEADS, width, dtype=dtype))
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +63,8 @@ def lay_out(requests: Sequence[Request], block_size: int, scattered: bool) -> tu
     positions = torch.cat([torch.arange(one.context - one.new, one.context) for one in requests])
     owners = torch.repeat_interleave(torch.arange(len(requests)), torch.tensor([one.new for one in requests]))
     padded = torch.tensor([[*table, *[0] * (width - len(table))] for table in tables], dtype=torch.int32)
-    pools = [torch.full((POOL, KV_HEADS, block_size, HEAD_DIM), torch.nan, dtype=requests[0].keys.dtype) for _ in "kv"]
+    shape = POOL, KV_HEADS, block_size, requests[0].keys.shape[-1]
+    pools = [torch.full(shape, torch.nan, dtype=requests[0].keys.dtype) for _ in "kv"]
     for one, table in zip(requests, tables, strict=True):
         for position in range(one.context - one.new):
             block, offset = table[position // block_size], position % block_size
@@ -107,11 +111,11 @@ def plain(
     is_chunked: bool = False,
 ) -> Tensor:
     """The definition, in float64."""
-    shape = (one.context, HEADS, HEAD_DIM)
+    shape = (one.context, HEADS, one.keys.shape[-1])
     keys, values = (
         known.double().repeat_interleave(HEADS // KV_HEADS, dim=1).view(shape) for known in (one.keys, one.values)
     )
-    scores = torch.einsum("qhd,khd->hqk", one.queries.double(), keys) / math.sqrt(HEAD_DIM)
+    scores = torch.einsum("qhd,khd->hqk", one.queries.double(), keys) / math.sqrt(shape[-1])
     if soft_cap is not None:
         scores = torch.tanh(scores / soft_cap) * soft_cap
     rows, columns = torch.arange(one.context - one.new, one.context)[:, None], torch.arange(one.context)
@@ -123,9 +127,10 @@ def plain(
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : one.context], values)
 
 
-def mixed(dtype: torch.dtype = torch.float32) -> list[Request]:
+def mixed(dtype: torch.dtype = torch.float32, width: int = HEAD_DIM) -> list[Request]:
     """Decoding, whole prompts and later chunks of prompts, one longer than a chunk and a tile."""
-    return [request(context, new, dtype) for context, new in ((11, 1), (1, 1), (9, 9), (100, 37), (70, 1), (20, 5))]
+    sizes = (11, 1), (1, 1), (9, 9), (100, 37), (70, 1), (20, 5)
+    return [request(context, new, dtype, width) for context, new in sizes]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "torch"])
@@ -195,8 +200,11 @@ def test_queries_and_keys_are_turned_on_the_way(kind: str, channels: int, dtype:
     ids=lambda variant: " ".join(variant) or "all",
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_query_sees_the_same_bits_however_its_request_is_served(variant: dict[str, Any], dtype: torch.dtype) -> None:
-    requests = mixed(dtype)
+@pytest.mark.parametrize("width", [HEAD_DIM, NARROW])
+def test_a_query_sees_the_same_bits_however_its_request_is_served(
+    variant: dict[str, Any], dtype: torch.dtype, width: int
+) -> None:
+    requests = mixed(dtype, width)
     together = attend(requests, **variant)
     for one, rows in zip(requests, together, strict=True):
         assert torch.equal(attend([one], **variant, block_size=16)[0], rows), "alone, in blocks of another size"
@@ -219,6 +227,17 @@ def test_values_that_are_not_finite_stay_with_their_request() -> None:
     seen = attend(requests)
     assert [bool(rows.isnan().all()) for rows in seen] == [True, False, False, True, False, False]
     assert all(rows.isfinite().all() for rows in (seen[1], seen[2], seen[4], seen[5]))
+
+
+@pytest.mark.parametrize("width", [HEAD_DIM, NARROW])
+def test_keys_and_values_that_are_not_finite_change_no_earlier_query(width: int) -> None:
+    requests = [request(100, 100, width=width)]
+    expected = attend(requests)[0]
+    requests[0].keys[70], requests[0].values[71] = torch.nan, torch.inf
+    seen = attend(requests)[0]
+    assert torch.equal(seen[:70], expected[:70])
+    assert seen[70].isnan().all()
+    assert not seen[71:].isfinite().any()
 
 
 def test_scores_far_apart_do_not_overflow() -> None:

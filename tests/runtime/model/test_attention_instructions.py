@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from numba import njit
 
-from megatron_runtime.model.kernels.attention_instructions import TOGETHER, largest, mix_values, score_keys
+from megatron_runtime.model.kernels.attention_chunks import NEVER
+from megatron_runtime.model.kernels.attention_instructions import TOGETHER, mix_values, score_keys
+from megatron_runtime.model.kernels.softmax_instructions import soften_scores
 
 KEYS, COLUMNS = 7, 16
 SCALE = 0.25
@@ -84,12 +86,49 @@ def test_sums_of_values_depend_on_no_other_query(width: int, dtype: Any) -> None
         np.testing.assert_array_equal(together, alone[:count])
 
 
-def test_the_largest_of_some_numbers_at_any_place() -> None:
-    @njit
-    def largest_of(numbers: Any) -> Any:
-        return largest(numbers.ctypes.data, 64)
+def softener(width: int) -> Callable[..., None]:
+    """Softens scores, and scales sums of this width."""
 
-    for place in range(64):
-        given = np.arange(-64, 0, dtype=np.float32)
-        given[place] = 5.0
-        assert largest_of(given) == 5.0
+    @njit
+    def soften(scores: Any, tops: Any, totals: Any, sums: Any) -> None:
+        given, top, total, to = scores.ctypes.data, tops.ctypes.data, totals.ctypes.data, sums.ctypes.data
+        soften_scores(len(scores), COLUMNS, width, given, top, total, to)
+
+    return soften
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_softmax_over_chunks_is_that_of_all_scores_and_depends_on_no_other_query(width: int) -> None:
+    rng, soften = np.random.default_rng(3), softener(width)
+    scores = 10 * numbers(rng, np.float32, TOGETHER + 1, COLUMNS)
+    scores[:, 3], scores[-1] = NEVER, NEVER
+    tops = scores.max(1) + np.array([-np.inf, -30, 0, 30, 0], np.float32)
+    tops[-1] = 5
+    state = tops, numbers(rng, np.float32, TOGETHER + 1), numbers(rng, np.float32, TOGETHER + 1, width)
+    new_tops = np.maximum(tops, scores.max(1))
+    fades, shares = (np.exp(exact(each)) for each in (tops - new_tops, scores - new_tops[:, None]))
+    alone = [each.copy() for each in (scores, *state)]
+    for row in range(len(scores)):
+        soften(*(each[row : row + 1] for each in alone))
+    expected = shares, new_tops, state[1] * fades + shares.sum(1), state[2] * fades[:, None]
+    for given, wanted in zip(alone, expected, strict=True):
+        np.testing.assert_allclose(given, wanted, rtol=1e-6, atol=1e-35)
+    for begin, count in ((0, 1), (0, 2), (0, 3), (0, 4), (1, 4)):
+        together = [each[begin : begin + count].copy() for each in (scores, *state)]
+        soften(*together)
+        for given, wanted in zip(together, alone, strict=True):
+            np.testing.assert_array_equal(given, wanted[begin : begin + count])
+
+
+@pytest.mark.parametrize("place", range(COLUMNS))
+def test_a_score_that_is_not_a_number_stays_so_and_affects_its_query_alone(place: int) -> None:
+    scores, sums = np.zeros((2, COLUMNS), np.float32), np.ones((2, 8), np.float32)
+    tops, totals = np.zeros(2, np.float32), np.ones(2, np.float32)
+    scores[1, place] = np.nan
+    softener(8)(scores, tops, totals, sums)
+    assert (np.isnan(totals).tolist(), np.isnan(scores[0]).any(), np.isnan(scores[1, place])) == (
+        [False, True],
+        False,
+        True,
+    )
+    assert not np.isnan(sums[0]).any()

@@ -6,7 +6,7 @@ sums depends on neither: each lane adds its channels in their order, and the lan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatron_runtime.model.kernels.vector_instructions import (
     ChannelDot,
     PairDot,
     constant,
+    each_number,
     floats,
     fused,
     lane_sums,
@@ -27,7 +28,6 @@ from megatron_runtime.model.kernels.vector_instructions import (
     load_numbers,
     offset,
     prefetch,
-    shuffled,
     spread,
     store,
     variable,
@@ -41,7 +41,7 @@ _UNROLLED = 16
 _NUMBER = ir.IntType(64)
 
 
-class _Sizes:
+class Sizes:
     """What fits in the registers of a processor."""
 
     def __init__(self, context: Any, width: int) -> None:
@@ -54,7 +54,8 @@ class _Sizes:
         """Vectors of a value that are summed together."""
 
 
-def _has_pair_dots(context: Any, array: Any, channels: int) -> bool:
+def has_pair_dots(context: Any, array: Any, channels: int) -> bool:
+    """Whether the processor multiplies pairs of channels in bfloat16, and these many are full vectors of them."""
     is_narrow = isinstance(array.dtype, types.Integer)
     return is_narrow and channels % PairDot.channels == 0 and "+avx512bf16" in context.codegen().magic_tuple()[2]
 
@@ -90,7 +91,7 @@ def _score_by_type(
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         _, together, _, *others = arguments
         made = _Scores(context, builder, array, width.literal_value, *others)
-        for number in _numbers(builder, together):
+        for number in each_number(builder, together, TOGETHER):
             _in_groups(builder, made.count, made.sizes.keys, partial(made.generate, number))
         return context.get_dummy_value()
 
@@ -107,8 +108,8 @@ class _Scores:
         self._builder, self._width, self._item = builder, width, array.dtype.bitwidth // 8
         self._query, self._key, self.count, self._scores = query, key, count, scores
         self._columns, self._scale, self._ahead = columns, scale, ahead
-        self.sizes = _Sizes(context, width)
-        self._dot = PairDot() if _has_pair_dots(context, array, width) else ChannelDot(array, self.sizes.lanes)
+        self.sizes = Sizes(context, width)
+        self._dot = PairDot() if has_pair_dots(context, array, width) else ChannelDot(array, self.sizes.lanes)
 
     def generate(self, queries: int, first: Any, keys: int) -> None:
         """The products of some queries with some keys, the first of which has this index."""
@@ -169,7 +170,7 @@ def _mix_by_type(
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         _, together, _, *others = arguments
         made = _Mix(context, builder, array, width.literal_value, *others)
-        for number in _numbers(builder, together):
+        for number in each_number(builder, together, TOGETHER):
             made.generate(number)
         return context.get_dummy_value()
 
@@ -186,7 +187,7 @@ class _Mix:
         self._builder, self._array, self._width, self._item = builder, array, width, array.dtype.bitwidth // 8
         self._row_bytes, self._sums, self._value, self._count = row_bytes, sums, value, count
         self._shares, self._columns, self._ahead = shares, columns, ahead
-        self._sizes = _Sizes(context, width)
+        self._sizes = Sizes(context, width)
 
     def generate(self, queries: int) -> None:
         """The sums of all channels, some vectors at a time."""
@@ -227,37 +228,9 @@ class _Mix:
                 builder.store(fused(builder, factor, value, builder.load(total)), total)
 
 
-def _largest_by_type(_: Any, address: Any, count: Any) -> Any:
-    """The largest of ``count`` numbers of float32, a literal and a multiple of LANES. With a NaN, any of them."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        kind = floats(LANES)
-        vectors = [
-            load(builder, builder.add(arguments[0], _NUMBER(start * _FLOAT_BYTES)), kind)
-            for start in range(0, count.literal_value, LANES)
-        ]
-        found = vectors[0]
-        for other in vectors[1:]:
-            found = builder.select(builder.fcmp_ordered(">", found, other), found, other)
-        for half in (8, 4, 2, 1):
-            low, high = (shuffled(builder, found, None, range(start, start + half)) for start in (0, half))
-            found = builder.select(builder.fcmp_ordered(">", low, high), low, high)
-        return builder.extract_element(found, ir.IntType(32)(0))
-
-    return types.float32(address, count), generate
-
-
 # Called without the typing context, unlike the signatures above.
 score_keys: Any = intrinsic(prefer_literal=True)(_score_by_type)
 mix_values: Any = intrinsic(prefer_literal=True)(_mix_by_type)
-largest: Any = intrinsic(prefer_literal=True)(_largest_by_type)
-
-
-def _numbers(builder: Any, number: Any) -> Iterator[int]:
-    """Each possible value of a number of queries; the code that is generated meanwhile runs if it is this one."""
-    for value in range(1, TOGETHER + 1):
-        with builder.if_then(builder.icmp_signed("==", number, _NUMBER(value))):
-            yield value
 
 
 def _for_each(builder: Any, count: int, generate: Callable[[Any], None]) -> None:

@@ -12,24 +12,30 @@ from typing import Any
 import numpy as np
 from numba import float32, int32, int64, njit, prange, void
 
-from megatron_runtime.model.kernels.attention_instructions import TOGETHER, largest, mix_values, score_keys
+from megatron_runtime.model.kernels.attention_chunks import (
+    CHUNK,
+    mix_chunk,
+    score_chunk,
+    score_chunk_by_panel,
+    soften_chunk,
+    transpose_chunk,
+)
+from megatron_runtime.model.kernels.attention_instructions import TOGETHER
 from megatron_runtime.model.kernels.compiled import (
     array_at,
     compile_kernel,
     element,
-    exponential,
     narrowed,
     rounded,
     scalar,
     widen,
 )
 from megatron_runtime.model.kernels.kernel_compiler import kernel_factory
+from megatron_runtime.model.kernels.key_panels import can_transpose, prepare_queries
 from megatron_runtime.model.kernels.recording import Kernel
 
-CHUNK = 64
-"""Positions per update of the maximum."""
-NEVER = np.float32(-3e38)
-"""A score whose exponential does not change a sum."""
+MANY = 12
+"""Number of queries from which on it is faster to transpose the keys for them, measured with 64 and 128 channels."""
 
 
 @kernel_factory
@@ -43,18 +49,16 @@ def attention_kernel(key_width: int, value_width: int, values_in_keys: bool, nar
         given: Address of [T, query heads + 2 * kv heads, key_width], each token's queries, keys and values, before the
             rotation.
         output, query_heads: Address of [T, query heads, value_width], and the number of query heads.
-        key_pool, value_pool: Addresses of [num_blocks, kv heads, size, key_width]; the new keys and values are written
-            at ``slots``.
-        num_blocks, kv_heads, size: These numbers. A block has ``size`` tokens.
+        key_pool, value_pool, num_blocks, kv_heads, size: Addresses of [num_blocks, kv heads, size, key_width], and
+            these numbers; the new keys and values are written at ``slots``. A block has ``size`` tokens.
         slots: int64 [T].
         tables: int32 [R, W], blocks of each request.
         tiles: int32 [N, 4], consecutive queries of a request: its row in ``tables``, the row and position of the first
             query, and their number.
         rows: int64 [threads + 1], start of each thread's share of the T rows.
-        pairs: int64 [threads + 1], start of each thread's share of the N * groups pairs of a tile and a group of query
-            heads.
-        groups: Number of groups of query heads; those of a group share a kv head. cosines, sines: [T, rotated
-            channels], the rotation of queries and keys; may have no channels.
+        pairs: int64 [threads + 1], the same of the N * groups pairs of a tile and a group of query heads.
+        groups: Number of groups of query heads; those of a group share a kv head.
+        cosines, sines: [T, rotated channels], the rotation of queries and keys; may have no channels.
         window: Number of latest positions, including its own, that a query attends to.
         chunked: Not 0: size of the chunks of positions, of which a query attends to its own; then ``window`` is this
             size too.
@@ -64,6 +68,7 @@ def attention_kernel(key_width: int, value_width: int, values_in_keys: bool, nar
     ``narrow``: Floating-point arrays contain the bits of bfloat16 as uint16; else float32.
     """
     kind, arrays = element(narrow), 1 if values_in_keys else 2
+    panel_width = key_width if can_transpose(key_width) else 0
 
     def attend(
         given: int, output: int, query_heads: int, key_pool: int, value_pool: int, num_blocks: int, kv_heads: int,
@@ -79,10 +84,10 @@ def attention_kernel(key_width: int, value_width: int, values_in_keys: bool, nar
         for share in prange(len(pairs) - 1):
             _attend(
                 heads, seen, keys, values, tables, tiles, pairs[share], pairs[share + 1], groups, cosines, sines,
-                window, chunked, sinks, soft_cap, key_width, value_width,
+                window, chunked, sinks, soft_cap, key_width, value_width, panel_width,
             )  # fmt: skip
 
-    return compile_kernel(attend, _signature(narrow))
+    return compile_kernel(attend, _signature(narrow), fast=False)
 
 
 def _signature(narrow: bool) -> Any:
@@ -132,59 +137,101 @@ def _turn(head: Any, cosines: Any, sines: Any, turned: Any) -> None:
 def _attend(
     heads: Any, seen: Any, keys: Any, values: Any, tables: Any, tiles: Any, first: int, last: int, groups: int,
     cosines: Any, sines: Any, window: int, chunked: int, sinks: Any, soft_cap: Any, key_width: int, value_width: int,
+    panel_width: int,
 ) -> None:  # fmt: skip
     """Compute some of the pairs of a tile and a group of query heads."""
     kv_heads, sharing = keys.shape[1], seen.shape[1] // groups
-    widest = tiles[:, 3].max() * sharing
+    widest = _most_rows(tiles) * sharing
     queries, sums = np.empty((widest, key_width), heads.dtype), np.empty((widest, value_width), np.float32)
     totals, tops = np.empty(widest, np.float32), np.empty(widest, np.float32)
-    scores = np.empty((TOGETHER, CHUNK), np.float32)
+    words, bounds = np.empty((widest + TOGETHER - 1, panel_width), np.float32), np.empty((widest, 2), np.int64)
+    panel, scores = np.empty((panel_width, CHUNK), np.float32), np.empty((TOGETHER, CHUNK), np.float32)
     for item in range(first, last):
         group = item % groups
         kv_head = group * kv_heads // groups
         request, first_row, first_position, rows = tiles[item // groups]
-        table = tables[request]
+        table, count = tables[request], rows * sharing
         _begin(sums, totals, tops, sinks, group * sharing, sharing)
-        for query in range(rows * sharing):
-            row, head = first_row + query // sharing, group * sharing + query % sharing
-            _turn(heads[row, head], cosines[row], sines[row], queries[query])
+        _turn_queries(heads, first_row, rows, group * sharing, sharing, cosines, sines, queries)
+        has_panel = panel_width > 0 and count >= MANY
+        if has_panel:
+            prepare_queries(keys, key_width, count, queries.ctypes.data, words.ctypes.data)
         start, stop = _first_key(first_position, window, chunked) // CHUNK * CHUNK, first_position + rows
         for chunk in range(start, stop, CHUNK):
             # The next chunk of the group, or the first one of the next group.
             ahead, ahead_head = chunk + CHUNK, kv_head
             if ahead >= stop:
                 ahead, ahead_head = start, (group + 1) % groups * kv_heads // groups
-            query = 0
-            while query < rows * sharing:
-                begin, end = _visible(first_position + query // sharing, chunk, window, chunked)
-                together = 1
-                while together < min(TOGETHER, rows * sharing - query):
-                    following = first_position + (query + together) // sharing
-                    if _visible(following, chunk, window, chunked) != (begin, end):
-                        break
-                    together += 1
-                if begin < end:
-                    _score(queries[query:], together, keys, values, table, kv_head, begin, end, scores, key_width)
-                    for place in range(together):
-                        _soften(scores[place], end - begin, soft_cap, tops, totals, sums, query + place)
-                    _mix(
-                        sums[query:], together, values, keys, table, kv_head, begin, end, scores, key_width,
-                        value_width, ahead, ahead_head, stop - 1,
-                    )  # fmt: skip
-                query += together
-        for query in range(rows * sharing):
-            result = seen[first_row + query // sharing, group * sharing + query % sharing]
-            _divide(sums[query], totals[query], result, value_width)
+            low, high = _set_bounds(bounds, first_position, rows, sharing, chunk, window, chunked)
+            if has_panel:
+                begin, end = bounds[low, 0], bounds[high - 1, 1]
+                transpose_chunk(keys, values, table, kv_head, chunk, begin, end, panel, key_width)
+            for query in range(low, high, TOGETHER):
+                together = min(TOGETHER, high - query)
+                begin, end = bounds[query, 0], bounds[query + together - 1, 1]
+                if has_panel:
+                    score_chunk_by_panel(keys, words, query, panel, chunk, begin, end, scores, key_width)
+                else:
+                    given = queries[query:]
+                    score_chunk(given, together, keys, values, table, kv_head, chunk, begin, end, scores, key_width)
+                soften_chunk(
+                    scores, bounds[query:], together, chunk, soft_cap, tops[query:], totals[query:], sums[query:],
+                    value_width,
+                )  # fmt: skip
+                mix_chunk(
+                    sums[query:], bounds[query:], together, values, keys, table, kv_head, chunk, scores, key_width,
+                    value_width, ahead, ahead_head, stop - 1,
+                )  # fmt: skip
+        _divide(sums, totals, seen, first_row, rows, group * sharing, sharing, value_width)
+
+
+@njit(inline="always")
+def _turn_queries(
+    heads: Any, first_row: int, rows: int, first_head: int, sharing: int, cosines: Any, sines: Any, queries: Any
+) -> None:
+    for row in range(rows):
+        for head in range(sharing):
+            place, given = first_row + row, heads[first_row + row, first_head + head]
+            _turn(given, cosines[place], sines[place], queries[row * sharing + head])
+
+
+@njit(inline="always")
+def _set_bounds(
+    bounds: Any, first_position: int, rows: int, sharing: int, chunk: int, window: int, chunked: int
+) -> tuple[int, int]:
+    """Set the first position of a chunk that each query attends to and the one after the last. Returns the first query
+    that attends to any, and the one after the last."""
+    low = high = 0
+    for row in range(rows):
+        position = first_position + row
+        begin, end = max(chunk, _first_key(position, window, chunked)), min(chunk + CHUNK, position + 1)
+        for query in range(row * sharing, (row + 1) * sharing):
+            bounds[query, 0], bounds[query, 1] = begin, end
+        if end <= begin and high == 0:
+            low = (row + 1) * sharing
+        elif begin < end:
+            high = (row + 1) * sharing
+    return low, high
+
+
+@njit(inline="always")
+def _most_rows(tiles: Any) -> int:
+    """Of a tile."""
+    most = 0
+    for tile in range(len(tiles)):
+        most = max(most, tiles[tile, 3])
+    return most
 
 
 @njit(inline="always")
 def _begin(sums: Any, totals: Any, tops: Any, sinks: Any, first_head: int, sharing: int) -> None:
     """Start the sums of queries; a sink is like a first key with its score and a value of zero."""
-    sums[:], totals[:], tops[:] = np.float32(0), np.float32(0), np.float32(-np.inf)
-    if len(sinks) > 0:
-        totals[:] = np.float32(1)
-        for query in range(len(tops)):
-            tops[query] = sinks[first_head + query % sharing]
+    has_sinks = len(sinks) > 0
+    for query in range(len(tops)):
+        totals[query] = np.float32(1 if has_sinks else 0)
+        tops[query] = sinks[first_head + query % sharing] if has_sinks else np.float32(-np.inf)
+        for channel in range(sums.shape[1]):
+            sums[query, channel] = np.float32(0)
 
 
 @njit(inline="always")
@@ -196,77 +243,12 @@ def _first_key(position: int, window: int, chunked: int) -> int:
 
 
 @njit(inline="always")
-def _divide(sums: Any, total: Any, result: Any, value_width: int) -> None:
-    """Write a query's weighted mean of the values, in the type of ``result``."""
-    for channel in range(value_width):
-        result[channel] = narrowed(sums[channel] / total, result)
-
-
-@njit(inline="always")
-def _visible(position: int, chunk: int, window: int, chunked: int) -> tuple[int, int]:
-    """The first position of a chunk that a query at ``position`` attends to, and the one after the last."""
-    return max(chunk, _first_key(position, window, chunked)), min(chunk + CHUNK, position + 1)
-
-
-@njit(inline="always")
-def _score(
-    queries: Any, together: int, keys: Any, values: Any, table: Any, kv_head: int, begin: int, end: int, scores: Any,
-    key_width: int,
-) -> None:  # fmt: skip
-    """Compute the products of queries with the keys from ``begin`` to ``end``, and prefetch the values."""
-    scale = np.float32(key_width**-0.5)
-    size = keys.shape[2]
-    key = begin
-    while key < end:
-        block, offset = table[key // size], key % size
-        count = min(size - offset, end - key)
-        first, to = keys[block, kv_head, offset].ctypes.data, scores.ctypes.data + (key - begin) * 4
-        ahead = values[block, kv_head, offset].ctypes.data
-        score_keys(keys, together, key_width, queries.ctypes.data, first, count, to, CHUNK, scale, ahead)
-        key += count
-
-
-@njit(inline="always")
-def _soften(scores: Any, count: int, soft_cap: Any, tops: Any, totals: Any, sums: Any, query: int) -> None:
-    """Replace ``count`` scores of a query by their exponentials, and scale its previous sum to the new maximum."""
-    if soft_cap != np.float32(0):
-        for index in range(count):
-            scores[index] = _squeeze(scores[index], soft_cap)
-    scores[count:] = NEVER
-    top = max(tops[query], largest(scores.ctypes.data, CHUNK))
-    fade, total = exponential(tops[query] - top), np.float32(0)
-    for index in range(CHUNK):
-        scores[index] = exponential(scores[index] - top)
-        total += scores[index]
-    tops[query], totals[query] = top, totals[query] * fade + total
-    for channel in range(sums.shape[1]):
-        sums[query, channel] *= fade
-
-
-@njit(inline="always")
-def _mix(
-    sums: Any, together: int, values: Any, keys: Any, table: Any, kv_head: int, begin: int, end: int, shares: Any,
-    key_width: int, value_width: int, ahead: int, ahead_head: int, furthest: int,
-) -> None:  # fmt: skip
-    """Add the weighted values from ``begin`` to ``end`` to the sums of queries.
-
-    Also prefetches keys of the head from position ``ahead`` on, as many, up to ``furthest``.
-    """
-    size, before = values.shape[2], key_width - value_width
-    row_bytes = values.shape[3] * values.itemsize
-    key = begin
-    while key < end:
-        block, offset = table[key // size], key % size
-        count = min(size - offset, end - key)
-        first = values[block, kv_head, offset, before:].ctypes.data
-        following = keys[table[min(ahead + key - begin, furthest) // size], ahead_head, offset].ctypes.data
-        given = shares.ctypes.data + (key - begin) * 4
-        mix_values(values, together, value_width, row_bytes, sums.ctypes.data, first, count, given, CHUNK, following)
-        key += count
-
-
-@njit(inline="always")
-def _squeeze(score: Any, cap: Any) -> Any:
-    """``cap * tanh(score / cap)``."""
-    two = np.float32(2)
-    return cap * (np.float32(1) - two / (exponential(two * score / cap) + np.float32(1)))
+def _divide(
+    sums: Any, totals: Any, seen: Any, first_row: int, rows: int, first_head: int, sharing: int, value_width: int
+) -> None:
+    """Write the weighted means of the values, in the type of ``seen``."""
+    for row in range(rows):
+        for head in range(sharing):
+            query, result = row * sharing + head, seen[first_row + row, first_head + head]
+            for channel in range(value_width):
+                result[channel] = narrowed(sums[query, channel] / totals[query], result)

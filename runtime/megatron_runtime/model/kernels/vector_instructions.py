@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -98,6 +98,13 @@ def variable(builder: Any, value: Any) -> Any:
     return cgutils.alloca_once_value(builder, value)  # type: ignore[no-untyped-call]
 
 
+def each_number(builder: Any, number: Any, most: int) -> Iterator[int]:
+    """Each value of a number from 1 to ``most``; the code that is generated meanwhile runs if it is this one."""
+    for value in range(1, most + 1):
+        with builder.if_then(builder.icmp_signed("==", number, number.type(value))):
+            yield value
+
+
 class ChannelDot:
     """Each lane adds the products of one channel in float32."""
 
@@ -143,26 +150,40 @@ def lane_sums(builder: Any, vectors: Sequence[Any]) -> Any:
 
     The vectors share instructions, but each sum has the order of `lane_sum`.
     """
+    return _over_lanes(builder, vectors, builder.fadd)
+
+
+def lane_maxima(builder: Any, vectors: Sequence[Any]) -> Any:
+    """A vector of the largest lane of each vector; both numbers are powers of two. With a NaN, any of the lanes."""
+    return _over_lanes(builder, vectors, lambda one, other: larger(builder, one, other))
+
+
+def larger(builder: Any, one: Any, other: Any) -> Any:
+    """The larger number in each lane, and of ``other`` if one of both is NaN."""
+    return builder.select(builder.fcmp_ordered(">", one, other), one, other)
+
+
+def _over_lanes(builder: Any, vectors: Sequence[Any], combine: Callable[[Any, Any], Any]) -> Any:
     parts, width = list(vectors), vectors[0].type.count
     while width > 1:
         width //= 2
         pairs = zip(parts[::2], parts[1::2], strict=True) if len(parts) > 1 else ((parts[0], None),)
-        parts = [_folded(builder, one, other, width) for one, other in pairs]
+        parts = [combine(*_halves(builder, one, other, width)) for one, other in pairs]
     while len(parts) > 1:
         lanes = range(2 * parts[0].type.count)
         parts = [shuffled(builder, one, other, lanes) for one, other in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
 
 
-def _folded(builder: Any, one: Any, other: Any | None, width: int) -> Any:
-    """The sums of both halves of each group of ``2 * width`` lanes of one vector or two."""
+def _halves(builder: Any, one: Any, other: Any | None, width: int) -> tuple[Any, Any]:
+    """The first and the second halves of each group of ``2 * width`` lanes of one vector or two."""
     count = one.type.count * (1 if other is None else 2)
     starts = range(0, count, 2 * width)
     low, high = (
         shuffled(builder, one, other, [start + half + lane for start in starts for lane in range(width)])
         for half in (0, width)
     )
-    return builder.fadd(low, high)
+    return low, high
 
 
 def shuffled(builder: Any, one: Any, other: Any | None, lanes: Sequence[int]) -> Any:
