@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from cluster_support.cluster import Cluster
+from cluster_support.cluster import Cluster, wait_until
 from cluster_support.control_plane import ControlPlane
 from cluster_support.errors import CommandFailedError
 from operator_support.fixtures import ACCOUNT, MANIFESTS, SYSTEM
@@ -55,11 +55,10 @@ def test_the_role_grants_no_more_than_is_needed(installed: Cluster) -> None:
 async def test_metrics_count_the_resources_and_the_rounds(chat: Resource, operator: OperatorProcess) -> None:
     await chat.create()
     await chat.until_phase("Running")
-    metrics = await asyncio.to_thread(operator.metrics)
-    running = next(line for line in metrics.splitlines() if 'operator_resources{phase="Running"}' in line)
-    rounds = next(line for line in metrics.splitlines() if 'reconciles_total{outcome="success"}' in line)
-    assert float(running.split()[1]) >= 1
-    assert float(rounds.split()[1]) >= 2
+    # A round counts when it ends, which is after it has written the status.
+    for series, least in (('resources{phase="Running"}', 1), ('reconciles_total{outcome="success"}', 2)):
+        name = f"megatron_operator_{series}"
+        await asyncio.to_thread(wait_until, lambda name=name, least=least: operator.metric(name) >= least, name)
 
 
 @pytest.mark.usefixtures("node")
