@@ -73,23 +73,29 @@ def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
-@pytest.mark.usefixtures("pairs")
-def test_scores_of_pairs_have_the_same_bits_with_a_panel() -> None:
-    test_scores_have_the_same_bits_with_a_panel(64, is_narrow=True)
-
-
-@pytest.mark.parametrize("is_narrow", [False, True])
-@pytest.mark.parametrize("width", [16, 64, 256])
-def test_scores_have_the_same_bits_with_a_panel(width: int, is_narrow: bool) -> None:
-    rng = np.random.default_rng(width)
+def unequal_scores(width: int, *, is_narrow: bool) -> int:
+    """The number of scores that differ with a panel, for some numbers of keys and first keys; all are finite."""
+    rng, unequal = np.random.default_rng(width), 0
     directly, with_panel = scorers(width)
     for count, first in ((1, 0), (17, 16), (37, 5), (COLUMNS, 0)):
         queries, keys = (rng.standard_normal((rows, width)).astype(np.float32) for rows in (QUERIES, count))
         if is_narrow:
             queries, keys = ((each.view(np.uint32) >> 16).astype(np.uint16) for each in (queries, keys))
         scores = with_panel(queries, keys, first)
-        np.testing.assert_array_equal(scores, directly(queries, keys)[:, first:])
         assert np.isfinite(scores).all()
+        unequal += np.count_nonzero(scores != directly(queries, keys)[:, first:])
+    return unequal
+
+
+@pytest.mark.parametrize("is_narrow", [False, True])
+@pytest.mark.parametrize("width", [16, 64, 256])
+def test_scores_have_the_same_bits_with_a_panel(width: int, is_narrow: bool) -> None:
+    assert unequal_scores(width, is_narrow=is_narrow) == 0
+
+
+@pytest.mark.usefixtures("pairs")
+def test_scores_of_pairs_have_the_same_bits_with_a_panel() -> None:
+    assert unequal_scores(64, is_narrow=True) == 0
 
 
 def test_only_keys_that_fill_vectors_and_fit_in_a_cache_are_transposed() -> None:
