@@ -56,9 +56,12 @@ async def test_metrics_count_the_resources_and_the_rounds(chat: Resource, operat
     await chat.create()
     await chat.until_phase("Running")
     # A round counts when it ends, which is after it has written the status.
-    for series, least in (('resources{phase="Running"}', 1), ('reconciles_total{outcome="success"}', 2)):
-        name = f"megatron_operator_{series}"
-        await asyncio.to_thread(wait_until, lambda name=name, least=least: operator.metric(name) >= least, name)
+    for series, least in (
+        ('megatron_operator_resources{phase="Running"}', 1),
+        ('megatron_operator_reconciles_total{outcome="success"}', 2),
+    ):
+        await asyncio.to_thread(wait_until, lambda at=series, least=least: operator.metric(at) >= least, series)
+        assert await asyncio.to_thread(operator.metric, series) >= least
 
 
 @pytest.mark.usefixtures("node")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,7 @@ def test_sums_of_values_depend_on_no_other_query(width: int, dtype: Any) -> None
         np.testing.assert_array_equal(together, alone[:count])
 
 
+@cache
 def softener(width: int) -> Callable[..., None]:
     """Softens scores, and scales sums of this width."""
 

@@ -23,11 +23,14 @@ NEVER = np.float32(-3e38)
 
 @njit(inline="always")
 def transpose_chunk(
-    keys: Any, values: Any, table: Any, kv_head: int, chunk: int, begin: int, end: int, panel: Any, key_width: int
-) -> None:
-    """Write the panel of a chunk's keys from ``begin`` to ``end``, and prefetch the values."""
-    places, size = np.empty(CHUNK, np.int64), keys.shape[2]
-    key = begin
+    keys: Any, values: Any, table: Any, kv_head: int, chunk: int, begin: int, end: int, places: Any, panel: Any,
+    key_width: int,
+) -> None:  # fmt: skip
+    """Write the panel of a chunk's keys from ``begin`` to ``end``, and prefetch the values.
+
+    ``places`` is memory for CHUNK addresses.
+    """
+    size, key = keys.shape[2], begin
     while key < end:
         block, offset = table[key // size], key % size
         first = keys[block, kv_head, offset].ctypes.data
@@ -44,9 +47,8 @@ def transpose_chunk(
 
 @njit(inline="always")
 def score_chunk_by_panel(
-    keys: Any, words: Any, query: int, panel: Any, chunk: int, begin: int, end: int, scores: Any,
-    key_width: int,
-) -> None:  # fmt: skip
+    keys: Any, words: Any, query: int, panel: Any, chunk: int, begin: int, end: int, scores: Any, key_width: int
+) -> None:
     """Compute the products of TOGETHER queries with the keys of a panel."""
     given, by, to = words.ctypes.data, panel.ctypes.data, scores.ctypes.data
     scale = np.float32(key_width**-0.5)

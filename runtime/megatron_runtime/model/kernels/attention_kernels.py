@@ -146,6 +146,7 @@ def _attend(
     totals, tops = np.empty(widest, np.float32), np.empty(widest, np.float32)
     words, bounds = np.empty((widest + TOGETHER - 1, panel_width), np.float32), np.empty((widest, 2), np.int64)
     panel, scores = np.empty((panel_width, CHUNK), np.float32), np.empty((TOGETHER, CHUNK), np.float32)
+    places = np.empty(CHUNK, np.int64)
     for item in range(first, last):
         group = item % groups
         kv_head = group * kv_heads // groups
@@ -165,7 +166,7 @@ def _attend(
             low, high = _set_bounds(bounds, first_position, rows, sharing, chunk, window, chunked)
             if has_panel:
                 begin, end = bounds[low, 0], bounds[high - 1, 1]
-                transpose_chunk(keys, values, table, kv_head, chunk, begin, end, panel, key_width)
+                transpose_chunk(keys, values, table, kv_head, chunk, begin, end, places, panel, key_width)
             for query in range(low, high, TOGETHER):
                 together = min(TOGETHER, high - query)
                 begin, end = bounds[query, 0], bounds[query + together - 1, 1]

@@ -26,6 +26,12 @@ from megatron_runtime.model.kernels.threads import can_share_threads, kernel_thr
 KINDS = frozenset({torch.float32, torch.bfloat16})
 """The dtypes that kernels support."""
 
+LOG2_E = 1.44269504
+LOG_2 = (0.693359375, 2.12194440e-4)
+"""As a difference, whose first number has few digits, so that its multiples are exact (Cody and Waite)."""
+SERIES = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+"""Coefficients of the polynomial of an exponential, without those of the last two terms, which are 1."""
+
 # Not "nnan" and "ninf": a NaN in the weights has to appear in the results. Not "arcp": the last digit of an estimated
 # reciprocal depends on the vendor of the processor.
 _FAST = {"reassoc", "contract", "nsz"}
@@ -162,13 +168,13 @@ def exponential(x: Any) -> Any:
     """e^x by a power of two and a polynomial (Cody and Waite), within 2 units in the last place."""
     # Only a NaN is unequal to itself; it has to stay NaN.
     x = max(min(x, np.float32(88.0)), np.float32(-87.0)) if x == x else x
-    power = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
-    rest = x - power * np.float32(0.693359375) + power * np.float32(2.12194440e-4)
-    series = np.float32(1.9875691500e-4)
-    series = series * rest + np.float32(1.3981999507e-3)
-    series = series * rest + np.float32(8.3334519073e-3)
-    series = series * rest + np.float32(4.1665795894e-2)
-    series = series * rest + np.float32(1.6666665459e-1)
-    series = series * rest + np.float32(5.0000001201e-1)
+    power = np.floor(x * np.float32(LOG2_E) + np.float32(0.5))
+    rest = x - power * np.float32(LOG_2[0]) + power * np.float32(LOG_2[1])
+    series = np.float32(SERIES[0])
+    series = series * rest + np.float32(SERIES[1])
+    series = series * rest + np.float32(SERIES[2])
+    series = series * rest + np.float32(SERIES[3])
+    series = series * rest + np.float32(SERIES[4])
+    series = series * rest + np.float32(SERIES[5])
     series = series * rest * rest + rest + np.float32(1.0)
     return series * np.int32((np.int32(power) + np.int32(127)) << np.int32(23)).view(np.float32)

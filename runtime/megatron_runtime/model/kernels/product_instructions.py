@@ -19,6 +19,7 @@ from megatron_runtime.model.kernels.vector_instructions import (
     ChannelDot,
     PairDot,
     constant,
+    each_number,
     floats,
     load,
     load_numbers,
@@ -70,9 +71,8 @@ def _multiply_by_type(
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         made = _Products(builder, array, *arguments[2:])
-        for number in range(1, ROWS + 1):
-            with builder.if_then(builder.icmp_signed("==", arguments[1], arguments[1].type(number))):
-                made.generate(number)
+        for number in each_number(builder, arguments[1], ROWS):
+            made.generate(number)
         return context.get_dummy_value()
 
     return types.void(array, rows, words, inputs, row_bytes, panel, ahead, stride, second, products), generate

@@ -13,7 +13,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from megatron_runtime.model.kernels.attention_instructions import TOGETHER
+from megatron_runtime.model.kernels.attention_instructions import TOGETHER, Sizes
+from megatron_runtime.model.kernels.compiled import LOG2_E, LOG_2, SERIES
 from megatron_runtime.model.kernels.vector_instructions import (
     LANES,
     constant,
@@ -24,6 +25,7 @@ from megatron_runtime.model.kernels.vector_instructions import (
     lane_sums,
     larger,
     load,
+    offset,
     spread,
     store,
 )
@@ -32,10 +34,6 @@ _FLOAT_BYTES = 4
 _LANE = ir.IntType(32)
 _LOWEST = -87.0
 """The exponential of less would not be a normal number."""
-_LOG2_E = 1.44269504
-_LOG_2 = (0.693359375, -2.12194440e-4)
-"""In two parts, the first of which has few digits, so that its multiples are exact (Cody and Waite)."""
-_SERIES = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _MANTISSA_BITS, _BIAS = 23, 127
 _INTEGERS = 1.5 * (1 << _MANTISSA_BITS) + _BIAS
 """A sum with this number is an integer, whose lowest bits are those of the exponent of a power of two."""
@@ -49,12 +47,11 @@ def exponential(builder: Any, given: Any) -> Any:
 
     words = ir.VectorType(_LANE, given.type.count)
     x = builder.select(builder.fcmp_ordered("<", given, every(_LOWEST)), every(_LOWEST), given)
-    shifted = fused(builder, x, every(_LOG2_E), every(_INTEGERS))
-    power, rest = builder.fsub(shifted, every(_INTEGERS)), x
-    for part in _LOG_2:
-        rest = fused(builder, power, every(-part), rest)
-    series = every(_SERIES[0])
-    for coefficient in _SERIES[1:]:
+    shifted = fused(builder, x, every(LOG2_E), every(_INTEGERS))
+    power = builder.fsub(shifted, every(_INTEGERS))
+    rest = fused(builder, power, every(LOG_2[1]), fused(builder, power, every(-LOG_2[0]), x))
+    series = every(SERIES[0])
+    for coefficient in SERIES[1:]:
         series = fused(builder, series, rest, every(coefficient))
     series = builder.fadd(fused(builder, builder.fmul(series, rest), rest, rest), every(1.0))
     bits = builder.shl(builder.bitcast(shifted, words), constant(words, _MANTISSA_BITS))
@@ -77,7 +74,7 @@ def _soften_by_type(
     """
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        made = _Softmax(builder, columns.literal_value, width.literal_value, *arguments[3:])
+        made = _Softmax(context, builder, columns.literal_value, width.literal_value, *arguments[3:])
         for number in each_number(builder, arguments[0], TOGETHER):
             made.generate(number)
         return context.get_dummy_value()
@@ -88,8 +85,10 @@ def _soften_by_type(
 class _Softmax:
     """Generates the code of `soften_scores`, with its arguments."""
 
-    def __init__(self, builder: Any, columns: int, width: int, scores: Any, tops: Any, totals: Any, sums: Any) -> None:
-        self._builder, self._columns, self._width = builder, columns, width
+    def __init__(
+        self, context: Any, builder: Any, columns: int, width: int, scores: Any, tops: Any, totals: Any, sums: Any
+    ) -> None:
+        self._builder, self._columns, self._width, self._lanes = builder, columns, width, Sizes(context, width).lanes
         self._scores, self._tops, self._totals, self._sums = scores, tops, totals, sums
 
     def generate(self, queries: int) -> None:
@@ -125,9 +124,8 @@ class _Softmax:
 
     def _scale_sums(self, row: int, fade: Any) -> None:
         """Multiply the sums of a query."""
-        lanes = next(lanes for lanes in (16, 8, 4, 2, 1) if self._width % lanes == 0)
-        factor = spread(self._builder, fade, lanes)
-        for channel in range(0, self._width, lanes):
+        factor = spread(self._builder, fade, self._lanes)
+        for channel in range(0, self._width, self._lanes):
             place = self._place(self._sums, row * self._width + channel)
             store(self._builder, self._builder.fmul(load(self._builder, place, factor.type), factor), place)
 
@@ -139,7 +137,7 @@ class _Softmax:
         return self._builder.extract_element(vector, _LANE(lane))
 
     def _place(self, base: Any, index: int) -> Any:
-        return self._builder.add(base, base.type(index * _FLOAT_BYTES))
+        return offset(self._builder, base, base.type(index), _FLOAT_BYTES)
 
 
 def _padded(each: list[Any]) -> list[Any]:

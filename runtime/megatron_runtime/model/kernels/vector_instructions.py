@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -155,7 +156,7 @@ def lane_sums(builder: Any, vectors: Sequence[Any]) -> Any:
 
 def lane_maxima(builder: Any, vectors: Sequence[Any]) -> Any:
     """A vector of the largest lane of each vector; both numbers are powers of two. With a NaN, any of the lanes."""
-    return _over_lanes(builder, vectors, lambda one, other: larger(builder, one, other))
+    return _over_lanes(builder, vectors, partial(larger, builder))
 
 
 def larger(builder: Any, one: Any, other: Any) -> Any:
