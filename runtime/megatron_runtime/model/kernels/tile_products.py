@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from numba import int64, prange, uint8, uint16, void
 from torch import Tensor
-from torch.nn import functional
 
 from megatron_runtime.cpu_features import has_bfloat16_tiles
 from megatron_runtime.model.kernels.compiled import as_array, compile_kernel, even_shares
 from megatron_runtime.model.kernels.kernel_compiler import kernel_factory
+from megatron_runtime.model.kernels.matrix_panels import fill_panels, pad_columns
 from megatron_runtime.model.kernels.panel_rows import pad_rows, write_products
 from megatron_runtime.model.kernels.recording import Kernel
 from megatron_runtime.model.kernels.threads import can_share_threads
@@ -63,10 +63,10 @@ def pack(matrix: Tensor) -> Tensor:
 
     The last three dimensions are pairs of channels, columns, and the channels of a pair.
     """
-    height, width = matrix.shape
-    padded = functional.pad(matrix, (0, -width % STEP, 0, -height % BLOCK))
-    panels, steps = len(padded) // BLOCK, padded.shape[1] // STEP
-    return padded.view(panels, 2, TILE, steps, TILE, 2).permute(0, 3, 1, 4, 2, 5).contiguous()
+    wide = pad_columns(matrix, STEP)
+    panels = wide.new_empty(-(-len(wide) // BLOCK), wide.shape[1] // STEP, 2, TILE, TILE, 2)
+    fill_panels(panels.permute(0, 2, 4, 1, 3, 5), wide, BLOCK)
+    return panels
 
 
 def unpack(panels: Tensor, height: int, width: int) -> Tensor:

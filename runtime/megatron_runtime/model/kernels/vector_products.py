@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from numba import int64, prange, void
 from torch import Tensor
-from torch.nn import functional
 
 from megatron_runtime.cpu_features import has_bfloat16_vectors, has_wide_vectors
 from megatron_runtime.model.kernels.compiled import address, array_at, compile_kernel, element, even_shares
 from megatron_runtime.model.kernels.kernel_compiler import kernel_factory
+from megatron_runtime.model.kernels.matrix_panels import fill_panels, pad_columns
 from megatron_runtime.model.kernels.panel_rows import pad_rows, write_products
 from megatron_runtime.model.kernels.product_instructions import COLUMNS, ROWS, WORD_BYTES, multiply_words
 from megatron_runtime.model.kernels.recording import Kernel
@@ -46,17 +46,16 @@ def pack(matrix: Tensor) -> Tensor:
 
     A word has one channel in float32, and two in bfloat16.
     """
-    height, width = matrix.shape
-    channels = WORD_BYTES // matrix.element_size()
-    padding = (0, -width % channels, 0, -height % COLUMNS)
-    padded = functional.pad(matrix, padding) if any(padding) else matrix.contiguous()
-    words = padded.view(torch.int32).view(len(padded) // COLUMNS, COLUMNS, -1)
-    return words.transpose(1, 2).contiguous().view(matrix.dtype)
+    words = pad_columns(matrix, WORD_BYTES // matrix.element_size()).view(torch.int32)
+    panels = words.new_empty(-(-len(words) // COLUMNS), words.shape[1], COLUMNS)
+    fill_panels(panels.transpose(1, 2), words, COLUMNS)
+    return panels.view(matrix.dtype)
 
 
 def unpack(panels: Tensor, height: int, width: int) -> Tensor:
     """The matrix [height, width] of `pack`."""
-    padded = panels.view(torch.int32).transpose(1, 2).flatten(0, 1).contiguous().view(panels.dtype)
+    words = panels.view(torch.int32).transpose(1, 2).flatten()
+    padded = words.view(panels.dtype).view(len(panels) * COLUMNS, -1)
     return padded[:height, :width].contiguous()
 
 
