@@ -17,8 +17,15 @@ DTYPES = (torch.float32, torch.bfloat16)
 SIZES = ((576, 1536), (1536, 576), (2048, 96), (512, 32), (200, 70), (7, 3), (1, 1))
 """Channels and columns; rows of 512 and more channels are at distances that are copied."""
 
-needs_vectors = pytest.mark.skipif(
-    not all(map(vector_products.can_use_vectors, DTYPES)), reason="this processor has no AVX-512 with bfloat16"
+
+def needs_vectors(dtype: torch.dtype) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(
+        not vector_products.can_use_vectors(dtype), reason=f"this processor has no AVX-512 with {dtype}"
+    )
+
+
+each_type = pytest.mark.parametrize(
+    "dtype", [pytest.param(dtype, marks=needs_vectors(dtype)) for dtype in DTYPES], ids=str
 )
 
 
@@ -34,10 +41,9 @@ def random(dtype: torch.dtype, *sizes: int) -> Tensor:
     return torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes))).to(dtype)
 
 
-@needs_vectors
+@each_type
 @pytest.mark.usefixtures("_threads")
 @torch.inference_mode()
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("width", "height"), SIZES)
 @pytest.mark.parametrize("has_bias", [False, True], ids=["without bias", "with bias"])
 def test_rows_have_their_products_and_bits_of_their_own(
@@ -54,9 +60,8 @@ def test_rows_have_their_products_and_bits_of_their_own(
         assert torch.equal(vectors(inputs[-rows:]), whole[-rows:]), rows
 
 
-@needs_vectors
+@each_type
 @torch.inference_mode()
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_beyond_the_cached_ones_have_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     vectors, inputs = VectorLinear(random(dtype, 128, 96)), random(dtype, 4 * ROWS + 5, 96)
     at_once = vectors(inputs)
@@ -64,9 +69,8 @@ def test_rows_beyond_the_cached_ones_have_the_same_bits(dtype: torch.dtype, monk
     assert torch.equal(vectors(inputs), at_once)
 
 
-@needs_vectors
+@each_type
 @torch.inference_mode()
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_nan_and_infinity_stay_in_their_row_and_column(value: float, dtype: torch.dtype) -> None:
     weight, inputs = random(dtype, 70, 41).abs(), random(dtype, 20, 41).abs()
@@ -81,20 +85,20 @@ def test_nan_and_infinity_stay_in_their_row_and_column(value: float, dtype: torc
     assert column[:, [*range(9), *range(10, 70)]].isfinite().all()
 
 
-@needs_vectors
+@needs_vectors(torch.float32)
 @torch.inference_mode()
 def test_no_rows_are_no_products() -> None:
     assert VectorLinear(random(torch.float32, 8, 8))(random(torch.float32, 0, 8)).shape == (0, 8)
 
 
-@needs_vectors
+@each_type
 @torch.inference_mode()
-def test_matrices_are_multiplied_by_vectors_where_there_are_no_tiles() -> None:
-    assert isinstance(pack_linear(random(torch.float32, 8, 8)), VectorLinear)
-    assert isinstance(pack_linear(random(torch.bfloat16, 8, 8)), VectorLinear | TileLinear)
+def test_matrices_are_multiplied_by_vectors_where_there_are_no_tiles(dtype: torch.dtype) -> None:
+    tiles = (TileLinear,) if dtype is torch.bfloat16 else ()
+    assert isinstance(pack_linear(random(dtype, 8, 8)), (VectorLinear, *tiles))
 
 
-@needs_vectors
+@needs_vectors(torch.float32)
 @torch.inference_mode()
 def test_products_are_those_of_the_plain_matrix() -> None:
     plain = Linear(48, 37, bias=True, dtype=torch.float32)
