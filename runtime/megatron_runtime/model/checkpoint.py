@@ -31,6 +31,7 @@ from megatron_runtime.model.quantized_loading import keep_quantized
 from megatron_runtime.model.tokenizer import load_tokenizer
 from megatron_runtime.model.weights import Placements, ProgressCallback, load_weights
 from megatron_runtime.parallel.ranks import Ranks
+from megatron_runtime.processes.allocator import return_freed_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Values of ``dtype`` besides ``auto``."""
@@ -110,6 +111,8 @@ def load_model(
         kernels = aside.submit(decoder.prepare_kernels, block_size_tokens, kv_cache_dtype)
         fill(decoder, source, rotary_factors, on_progress, check_finite=check_finite)
         kernels.result()
+    # Otherwise the buffers of reading would remain while matrices exist twice.
+    return_freed_memory()
     decoder.origin = origin
     decoder.prepare()
     return decoder.eval()

@@ -16,9 +16,9 @@ from megatron_runtime.parallel.layout import ParallelSizes
 MIB = 2**20
 BY_BLOCKS = to_float8((128, 128), name="weight_scale_inv")
 SHARD = 20 * MIB
-SLACK = 14 * MIB
-"""For a chunk of a tensor, and large pages that are not full: a GGUF file takes 10.4 or 12.6 MB, a large page more, in
-different runs. Less than a second shard, and than the holes of packed matrices in the C library's heap.
+SLACK = {"safetensors": 12 * MIB, "gguf": 12 * MIB, "float8": 16 * MIB}
+"""For a chunk of a tensor, and large pages that are not full; in fp8 a chunk is expanded in several steps. Less than a
+second shard, than all shards in fp8, and than the holes of packed matrices in the C library's heap.
 """
 LARGE = {
     "vocab_size": 2000,
@@ -65,4 +65,4 @@ def test_a_rank_peaks_at_its_part_and_one_shard(
     paths = (tmp_path / "small", tmp_path / "large")
     for measured in run_ranks(model_scenarios.measure_load, ranks, sizes, free_port(), *paths):
         assert 0.9 * part < measured["weights"] < 1.1 * part
-        assert 0.9 * measured["weights"] < measured["peak"] < measured["weights"] + max(shards) + SLACK
+        assert 0.9 * measured["weights"] < measured["peak"] < measured["weights"] + max(shards) + SLACK[form]
