@@ -30,6 +30,8 @@ CUDA_SHARE = 0.9
 """Default fraction, for the KV cache, of the memory of a GPU that weights and the largest pass leave."""
 CUDA_TOKENS_PER_PASS = 16384
 """Default of the most tokens in one forward pass on a GPU."""
+PROMPT_LOGIT_BYTES, PROMPT_LOGIT_BYTES_ON_GPU = 32 * 2**20, 256 * 2**20
+"""Most bytes of the logits of prompts in one forward pass, of which log probabilities take further copies."""
 DEFAULT_MAX_REQUESTS = 256
 """Default of the most requests in one forward pass, if the pool has as many blocks."""
 SAME_VOCABULARY = "use a draft model with the same vocabulary, usually a smaller one of the same family"

@@ -48,27 +48,27 @@ def on_gpu(options: LaunchOptions, size: str | None, **engine: Any) -> str:
 
 def test_the_plan_of_a_gpu_rank_has_weights_cache_and_reserve(options: LaunchOptions) -> None:
     assert on_gpu(options, "80Gi") == (
-        "weights 15Gi, KV cache about 55.6Gi (0.9 of the rest of the GPU's memory, 80Gi (as given by "
-        "--device-memory)), reserve 3.3Gi, up to 131072 tokens"
+        "weights 15Gi, KV cache about 54.7Gi (0.9 of the rest of the GPU's memory, 80Gi (as given by "
+        "--device-memory)), reserve 4.3Gi, up to 131072 tokens"
     )
     assert "KV cache 0.9 of the rest of the GPU's memory, whose size is unknown, reserve" in on_gpu(options, None)
-    assert on_gpu(options, "80Gi", kv_cache_bytes=2**30).endswith("KV cache 1Gi, reserve 3.3Gi, up to 8192 tokens")
+    assert on_gpu(options, "80Gi", kv_cache_bytes=2**30).endswith("KV cache 1Gi, reserve 4.3Gi, up to 8192 tokens")
 
 
 def test_the_reserve_has_logits_after_each_draft(options: LaunchOptions) -> None:
-    """4 copies of 256 rows more for each draft, at most of the tokens of a pass."""
-    assert "reserve 5.3Gi" in on_gpu(options, "80Gi", num_speculative_tokens=4)
+    """4 copies of 256 rows more for each draft, and of 256 MiB for prompts, at most of the tokens of a pass."""
+    assert "reserve 6.3Gi" in on_gpu(options, "80Gi", num_speculative_tokens=4)
     assert "reserve 34.1Gi" in on_gpu(options, "80Gi", num_speculative_tokens=100)
 
 
 def test_a_gpu_that_is_too_small_is_refused_before_the_start(options: LaunchOptions) -> None:
     words = on_gpu(options, "16Gi")
-    assert words.startswith(f"{options.model.flag}: a rank needs 15Gi for the weights and about 3.3Gi for a pass,")
+    assert words.startswith(f"{options.model.flag}: a rank needs 15Gi for the weights and about 4.3Gi for a pass,")
     assert "its GPU has 16Gi (as given by --device-memory); use a smaller --dtype, more ranks with --tensor" in words
     assert on_gpu(options, "16Gi", tensor_parallel=2).startswith("weights 7.5Gi")
     words = on_gpu(options, "24Gi", kv_cache_bytes=20 * 2**30)
-    assert words.startswith("--kv-cache-memory 20Gi: with 15Gi for the weights and about 3.3Gi for a pass, a rank")
-    assert "but its GPU has 24Gi (as given by --device-memory); use 5.6Gi or less, or omit the size" in words
+    assert words.startswith("--kv-cache-memory 20Gi: with 15Gi for the weights and about 4.3Gi for a pass, a rank")
+    assert "but its GPU has 24Gi (as given by --device-memory); use 4.6Gi or less, or omit the size" in words
 
 
 def test_the_size_of_the_smallest_gpu_comes_from_nvidia_smi(

@@ -10,6 +10,8 @@ import torch
 from megatron_runtime.config import (
     CUDA_TOKENS_PER_PASS,
     DEFAULT_MAX_REQUESTS,
+    PROMPT_LOGIT_BYTES,
+    PROMPT_LOGIT_BYTES_ON_GPU,
     InferenceConfig,
     KVCacheManagementMode,
 )
@@ -40,6 +42,8 @@ class ContextLimits:
     max_requests: int
     max_tokens: int
     max_sequence_length: int
+    prompt_logits: int
+    """See `SchedulerLimits`."""
     paused_blocks: int = 0
     """Most blocks of requests that wait for further blocks."""
     num_snapshots: int = 0
@@ -76,6 +80,7 @@ class ContextLimits:
             max_requests=min(max_requests, num_blocks),
             max_tokens=_tokens_per_pass(config, max_requests, max_sequence_length, device_type),
             max_sequence_length=max_sequence_length,
+            prompt_logits=_prompt_logits(model_config.vocab_size, device_type),
             paused_blocks=int((config.paused_buffer_size_gb or 0) * 2**30) // block_bytes(model_config, config, dtype),
             num_snapshots=min(shares.snapshots, num_blocks),
             shared_rows=_SHARED_ROWS_ON_CPU if device_type == "cpu" else None,
@@ -92,6 +97,7 @@ class ContextLimits:
             passes_in_flight=passes_in_flight,
             shares_times=shares_times,
             shared_rows=self.shared_rows,
+            prompt_logits=self.prompt_logits,
         )
 
     def allocate(
@@ -240,3 +246,9 @@ def _tokens_per_pass(config: InferenceConfig, max_requests: int, max_sequence_le
         return config.max_tokens
     usual = _DEFAULT_MAX_TOKENS_ON_CPU if device_type == "cpu" else CUDA_TOKENS_PER_PASS
     return max(usual, max_requests, 0 if config.enable_chunked_prefill else max_sequence_length)
+
+
+def _prompt_logits(vocab_size: int, device_type: str) -> int:
+    """Most tokens of prompts whose log probabilities a pass computes, besides one of each request."""
+    most_bytes = PROMPT_LOGIT_BYTES if device_type == "cpu" else PROMPT_LOGIT_BYTES_ON_GPU
+    return max(most_bytes // (torch.float32.itemsize * max(vocab_size, 1)), 1)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_runtime.config import CUDA_SHARE, InferenceConfig
 from megatron_runtime.engine.context import LogProbRows
@@ -112,7 +113,7 @@ def limits_of_graphs(config: InferenceConfig, limits: ContextLimits) -> ContextL
     if not (sizes := graph_sizes(config, limits.max_requests, limits.max_tokens)):
         return None
     tokens, requests = (max(each) for each in zip(*sizes, strict=True))
-    return replace(limits, max_requests=requests, max_tokens=tokens)
+    return replace(limits, max_requests=requests, max_tokens=tokens, prompt_logits=0)
 
 
 @torch.inference_mode()
@@ -127,8 +128,8 @@ def run_largest_pass(
     type of keys and values, None: that of the weights.
 
     Most requests have one token. The last ones have the rest of the tokens, at the end of the longest contexts. All
-    of them share a few blocks, so the pass needs no KV cache of its size. Log probabilities of whole prompts, and
-    the copies of keys and values that attention in plain PyTorch makes of many long contexts, are not included.
+    of them share a few blocks, so the pass needs no KV cache of its size. The copies of keys and values that attention
+    in plain PyTorch makes of many long contexts are not included.
     """
     model = controller.model
     blocks = -(-limits.max_tokens // limits.block_size_tokens)
@@ -136,7 +137,7 @@ def run_largest_pass(
         *(model.shard.cache_config, min(blocks, 64), limits.block_size_tokens, cached or model.dtype, model.device),
         num_states=limits.max_requests,
     )
-    batch = _largest_batch(limits, cache.num_blocks, model.device)
+    batch, sampled_rows = _largest_batch(limits, cache.num_blocks, model.device)
     tape = RoutingTape() if records_routing else None
     if not model.ranks.has_logits:
         model(batch, cache, tape)
@@ -148,26 +149,32 @@ def run_largest_pass(
         # So much of the probability that all tokens have to be ranked.
         truncations=(TopP.of(np.full(rows, 0.999, np.float32)),),
     )
-    every = torch.arange(rows, device=model.device)
-    wanted = LogProbRows(
-        rows=every, targets=torch.zeros_like(every), sampled=every, top_n=min(_TOP_N, model.config.vocab_size)
-    )
+    assert batch.logit_rows is not None
+    every = torch.arange(len(batch.logit_rows), device=model.device)
+    sampled = torch.full_like(every, -1)
+    sampled[sampled_rows] = torch.arange(rows, device=model.device)
+    top_n = min(_TOP_N, model.config.vocab_size)
+    wanted = LogProbRows(rows=every, targets=torch.zeros_like(every), sampled=sampled, top_n=top_n)
     tokens = torch.arange(len(batch.tokens), device=model.device)
     pool = HiddenPool(tokens, torch.zeros_like(tokens), 1)
-    controller.run(batch, cache, rules, None, wanted, tape, pool)
+    controller.run(batch, cache, rules, sampled_rows, wanted, tape, pool)
 
 
-def _largest_batch(limits: ContextLimits, num_blocks: int, device: torch.device) -> ForwardBatch:
+def _largest_batch(limits: ContextLimits, num_blocks: int, device: torch.device) -> tuple[ForwardBatch, Tensor]:
+    """The batch, and the rows of its logits that are sampled: the others are those of prompts."""
     requests, more = limits.max_requests, limits.max_sequence_length - 1
     lengths = 1 + np.clip(limits.max_tokens - requests - more * np.arange(requests)[::-1], 0, more)
     contexts = np.where(lengths > 1, limits.max_sequence_length, 1)
     contexts[-1] = limits.max_sequence_length
     query_starts = np.concatenate(([0], lengths.cumsum()))
-    ends = zip(contexts, lengths, strict=True)
-    positions = np.concatenate([np.arange(context - length, context) for context, length in ends])
+    parts = zip(contexts, lengths, strict=True)
+    positions = np.concatenate([np.arange(context - length, context) for context, length in parts])
     tables = np.tile(np.arange(limits.max_blocks_per_sequence) % num_blocks, (requests, 1))
     tables[np.arange(tables.shape[1]) >= -(-contexts[:, None] // limits.block_size_tokens)] = 0
     blocks = positions // limits.block_size_tokens % num_blocks
+    ends = query_starts[1:] - 1
+    others = np.setdiff1d(np.arange(len(positions)), ends)
+    logit_rows = np.union1d(ends, others[max(len(others) - limits.prompt_logits, 0) :])
     arrays = {
         "tokens": np.zeros(len(positions), np.int64),
         "positions": positions,
@@ -175,8 +182,9 @@ def _largest_batch(limits: ContextLimits, num_blocks: int, device: torch.device)
         "query_starts": query_starts.astype(np.int32),
         "context_lengths": contexts.astype(np.int32),
         "block_tables": tables.astype(np.int32),
-        "logit_rows": query_starts[1:] - 1,
+        "logit_rows": logit_rows,
         "state_slots": np.arange(requests),
     }
     tensors = {name: torch.from_numpy(values).to(device) for name, values in arrays.items()}
-    return ForwardBatch(**tensors, adapters=None, host_tables=None)
+    sampled_rows = torch.from_numpy(np.searchsorted(logit_rows, ends)).to(device)
+    return ForwardBatch(**tensors, adapters=None, host_tables=None), sampled_rows

@@ -194,8 +194,7 @@ class PassRunner:
         device, num_tokens = self._context.device, sum(part.length for part in slices)
         failure = EngineError(
             f"{describe_shortage(f'in a pass of {num_tokens} tokens', device, error)}; lower --kv-cache-memory or "
-            "--max-requests, or request no log probabilities of long prompts, whose logits have 4 bytes for each of "
-            "its tokens and each token of the vocabulary"
+            "--max-requests, or request no log probabilities of prompts, whose logits take further memory"
         )
         if self._controller.model.ranks.position.sizes.ranks_per_replica_group > 1:
             raise failure from error

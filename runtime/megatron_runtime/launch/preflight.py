@@ -10,6 +10,7 @@ from megatron_runtime.config import (
     CUDA_TOKENS_PER_PASS,
     DEFAULT_MAX_REQUESTS,
     KV_CACHE_DTYPES,
+    PROMPT_LOGIT_BYTES_ON_GPU,
     SAME_VOCABULARY,
 )
 from megatron_runtime.cpu_features import has_bfloat16
@@ -198,8 +199,9 @@ def _reserve_on_device(engine: EngineOptions, facts: CheckpointFacts) -> int:
     """An estimate for the check before the start; a rank that chooses the size of its KV cache measures it."""
     activations = CUDA_TOKENS_PER_PASS * facts.activation_elements * element_bytes(engine)
     rows = (engine.max_requests or DEFAULT_MAX_REQUESTS) * (1 + engine.num_speculative_tokens)
-    logits = LOGIT_COPIES * min(rows, CUDA_TOKENS_PER_PASS) * facts.vocabulary * 4
-    return CUDA_CONTEXT + activations + logits
+    row_bytes = 4 * facts.vocabulary
+    logits = min(rows * row_bytes + PROMPT_LOGIT_BYTES_ON_GPU, CUDA_TOKENS_PER_PASS * row_bytes)
+    return CUDA_CONTEXT + activations + LOGIT_COPIES * logits
 
 
 def element_bytes(engine: EngineOptions) -> int:

@@ -31,7 +31,7 @@ def test_the_largest_pass_has_as_many_tokens_and_requests_as_the_limits_allow(
 ) -> None:
     controller = TextGenerationController(tiny_model, byte_tokenizer)
     config = InferenceConfig(max_tokens=96, max_requests=7, max_sequence_length=128, block_size_tokens=4)
-    limits = largest_limits(controller, config)
+    limits = dataclasses.replace(largest_limits(controller, config), prompt_logits=10)
     seen: list[Any] = []
     run = controller.run
 
@@ -41,13 +41,15 @@ def test_the_largest_pass_has_as_many_tokens_and_requests_as_the_limits_allow(
 
     monkeypatch.setattr(controller, "run", noting)
     run_largest_pass(controller, limits)
-    ((batch, cache, rules, _, wanted, _, _), output) = seen[0]
+    ((batch, cache, rules, sampled_rows, wanted, _, _), output) = seen[0]
     assert batch.logit_rows is not None
-    assert (len(batch.tokens), len(batch.logit_rows), batch.context_lengths.tolist()) == (96, 7, [*[1] * 6, 128])
+    assert (len(batch.tokens), len(batch.logit_rows), batch.context_lengths.tolist()) == (96, 17, [*[1] * 6, 128])
+    assert batch.logit_rows[sampled_rows].tolist() == [*range(6), 95]
     assert cache.num_blocks < -(-128 // 4)
     assert int(batch.block_tables.max()) < cache.num_blocks
     assert torch.equal(batch.slots // 4, torch.cat((torch.zeros(6), torch.arange(38, 128) // 4 % cache.num_blocks)))
-    assert (rules.ranks.all(), wanted.top_n, len(output.log_probs.chosen)) == (True, 20, 7)
+    assert (rules.ranks.all(), wanted.top_n, len(output.log_probs.chosen)) == (True, 20, 17)
+    assert len(output.tokens) == 7
     assert len(output.pooled) == 1
 
 
@@ -103,9 +105,10 @@ def test_an_eager_pass_samples_after_each_draft(
     controller = TextGenerationController(tiny_model, byte_tokenizer)
     config = InferenceConfig(max_tokens=96, max_requests=20, max_sequence_length=40, num_speculative_tokens=drafts)
     seen: list[Any] = []
-    monkeypatch.setattr(controller, "run", lambda batch, *_: seen.append(batch))
+    monkeypatch.setattr(controller, "run", lambda *arguments: seen.append(arguments))
     run_largest_pass(controller, limits_of_eager_passes(config, largest_limits(controller, config)))
-    assert (len(seen[0].logit_rows), len(seen[0].tokens)) == (rows, 96)
+    ((batch, _, _, sampled_rows, *_),) = seen
+    assert (len(sampled_rows), len(batch.tokens)) == (rows, 96)
 
 
 def test_the_kv_cache_gets_nine_tenths_of_the_rest() -> None:

@@ -32,6 +32,7 @@ class RandomLives(SchedulerLives):
         paused_blocks=st.integers(0, 8),
         passes=st.integers(1, 4),
         shared_rows=st.sampled_from([None, 1, 2, 4]),
+        prompt_logits=st.sampled_from([None, 0, 1, 5]),
     )
     def begin(
         self,
@@ -43,6 +44,7 @@ class RandomLives(SchedulerLives):
         paused_blocks: int,
         passes: int,
         shared_rows: int | None,
+        prompt_logits: int | None,
     ) -> None:
         scheduler = scheduler_of(
             blocks,
@@ -53,13 +55,21 @@ class RandomLives(SchedulerLives):
             paused_blocks=paused_blocks,
             passes=passes,
             shared_rows=shared_rows,
+            prompt_logits=prompt_logits,
         )
         self.use(scheduler)
         self.next_id = 0
 
-    @rule(prompt=st.integers(1, 30), answer=st.integers(1, 30), priority=st.integers(-1, 1), shares=shares())
-    def add(self, prompt: int, answer: int, priority: int, shares: dict[str, Any]) -> None:
+    @rule(
+        prompt=st.integers(1, 30),
+        answer=st.integers(1, 30),
+        priority=st.integers(-1, 1),
+        scored=st.none() | st.integers(1, 30),
+        shares=shares(),
+    )
+    def add(self, prompt: int, answer: int, priority: int, scored: int | None, shares: dict[str, Any]) -> None:
         sequence = replace(sequence_of(self.next_id, prompt, answer, priority), **shares)
+        sequence.next_log_prob = scored
         if not self.scheduler.can_ever_fit(sequence):
             return
         if not self.scheduler.limits.chunked_prefill and prompt > self.scheduler.limits.max_tokens:
@@ -112,6 +122,23 @@ def test_a_long_prompt_is_cut_to_the_token_budget() -> None:
     scheduler.add(sequence_of(1, 12, 2))
     cuts = [[(part.start, part.length) for part in run_pass(scheduler)[0].slices] for _ in range(3)]
     assert cuts == [[(0, 3), (0, 5)], [(3, 1), (5, 7)], [(4, 1), (12, 1)]]
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_prompt_is_cut_where_its_pass_has_no_more_logits(chunked: bool) -> None:
+    scheduler = scheduler_of(40, chunked=chunked, prompt_logits=4)
+    scheduler.add(sequence_of(0, 3, 9))
+    run_pass(scheduler)
+    for request_id, scored in ((1, 1), (2, 6)):
+        sequence = sequence_of(request_id, 12, 1)
+        sequence.next_log_prob = scored
+        scheduler.add(sequence)
+    passes = [[(part.start, part.end, part.num_logits) for part in run_pass(scheduler)[0].slices] for _ in range(3)]
+    assert passes == [
+        [(3, 4, 1), (0, 5, 5), (0, 6, 1)],  # no logits before the first token that is scored
+        [(4, 5, 1), (5, 10, 5), (6, 7, 1)],
+        [(5, 6, 1), (10, 12, 2), (7, 11, 4)],
+    ]
 
 
 def test_without_chunked_prefill_a_prompt_waits_for_a_pass_with_room_for_it() -> None:

@@ -25,6 +25,8 @@ class SchedulerLimits:
     """Time for the slow masks of grammars, see `held_back`."""
     shared_rows: int | None = None
     """Rows of a pass with small bodies that large ones may fill, see `RowSharing`; None: any number."""
+    prompt_logits: int | None = None
+    """Most tokens of a pass with logits, besides one of each sequence and the drafts; None: any number."""
 
     def __post_init__(self) -> None:
         assert self.max_tokens >= self.max_requests, "every running sequence needs at least one token per pass"

@@ -221,7 +221,7 @@ class Scheduler:
             # Nearly every sequence has room, and is not worth a call in each pass.
             elif len(sequence.tokens) <= len(sequence.blocks) * size or self._grow(sequence, evicted):
                 num_behind = len(running) - index - 1
-                slices.append(self._begin_slice(sequence, budget - num_behind))
+                slices.append(self._begin_slice(sequence, budget - num_behind, slices))
                 budget -= slices[-1].length
         return slices, budget
 
@@ -229,8 +229,12 @@ class Scheduler:
         """Number of sequences per pass, so that each pass in flight has some."""
         return -(-sequences // self.limits.passes_in_flight)
 
-    def _begin_slice(self, sequence: Sequence, budget: int) -> SequenceSlice:
-        part = SequenceSlice.next_of(sequence, budget)
+    def _begin_slice(self, sequence: Sequence, budget: int, others: list[SequenceSlice]) -> SequenceSlice:
+        """The slice of a sequence in a pass with room for ``budget`` tokens besides those of the other slices."""
+        logits = self.limits.prompt_logits
+        if logits is not None and sequence.next_log_prob is not None and sequence.num_left > 1:
+            logits -= sum(part.num_prompt_logits for part in others)
+        part = SequenceSlice.next_of(sequence, budget, logits)
         sequence.num_begun, sequence.last_pass = part.end, self._passes
         return part
 
@@ -287,7 +291,7 @@ class Scheduler:
             if len(slices) >= share or not self._fits(sequence, budget, matched):
                 break
             self._begin(sequence, matched)
-            slices.append(self._begin_slice(sequence, budget))
+            slices.append(self._begin_slice(sequence, budget, slices))
             budget -= slices[-1].length
             admitted.append(sequence)
             if self._prefixes is not None:

@@ -134,13 +134,20 @@ class SequenceSlice(NamedTuple):
     """Most drafts that a draft model proposes for the pass."""
 
     @classmethod
-    def next_of(cls, sequence: Sequence, most: int) -> SequenceSlice:
-        """The slice for a pass with room for ``most`` tokens."""
+    def next_of(cls, sequence: Sequence, most: int, most_prompt_logits: int | None) -> SequenceSlice:
+        """The slice for a pass with room for ``most`` tokens, of which ``most_prompt_logits`` and one more may have
+        logits; None: all of them.
+        """
         start, known, scored = sequence.num_begun, len(sequence.tokens), sequence.next_log_prob
         end = min(known, start + most)
         if sequence.snapshot_ends:
             end = min(end, sequence.snapshot_ends[0])
-        num_log_probs = 0 if scored is None else max(0, end - max(start, scored - 1))
+        num_log_probs = 0
+        if scored is not None:
+            first = max(start, scored - 1)
+            if most_prompt_logits is not None:
+                end = min(end, first + most_prompt_logits + 1)
+            num_log_probs = max(0, end - first)
         return cls(sequence, start, end, end == known, num_log_probs, sequence.num_evictions)
 
     @property
@@ -164,3 +171,8 @@ class SequenceSlice(NamedTuple):
     def num_logits(self) -> int:
         """Number of last tokens whose logits are needed."""
         return max(self.num_log_probs, int(self.samples))
+
+    @property
+    def num_prompt_logits(self) -> int:
+        """The same, less the one that each slice may have."""
+        return max(self.num_log_probs - 1, 0)

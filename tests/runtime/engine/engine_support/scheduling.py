@@ -33,11 +33,11 @@ def scheduler_of(
     passes: int = 1,
     snapshots: int = 0,
     shared_rows: int | None = None,
+    prompt_logits: int | None = None,
 ) -> Scheduler:
     """A scheduler with this number of blocks; with a ``policy`` it shares prefixes, or their ``snapshots``."""
-    limits = SchedulerLimits(
-        max_requests, max_tokens, block_size, chunked, paused_blocks, passes, shared_rows=shared_rows
-    )
+    rows = {"shared_rows": shared_rows, "prompt_logits": prompt_logits}
+    limits = SchedulerLimits(max_requests, max_tokens, block_size, chunked, paused_blocks, passes, **rows)
     slots = StateSnapshots(snapshots) if snapshots else None
     cache = None if policy is None else PrefixCache(policy, block_size, slots)
     return Scheduler(limits, BlockAllocator(blocks, cache))
@@ -132,6 +132,8 @@ class SchedulerLives(RuleBasedStateMachine):
         assert sum(part.length for part in schedule.slices) <= self.scheduler.limits.max_tokens
         assert len(schedule.slices) <= self.scheduler.limits.max_requests
         assert all(part.length > 0 for part in schedule.slices)
+        if (most := self.scheduler.limits.prompt_logits) is not None:
+            assert sum(part.num_logits for part in schedule.slices) <= len(schedule.slices) + most
         assert bool(schedule.slices) == bool(self.alive) or self.scheduler.limits.passes_in_flight > 1
         for sequence in done:
             del self.alive[sequence.request_id]
