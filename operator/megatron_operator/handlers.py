@@ -24,6 +24,7 @@ import kopf
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
+from megatron_operator.kubernetes import kueue_workloads
 from megatron_operator.kubernetes.api_server import (
     CORDONED,
     ApiServer,
@@ -216,10 +217,13 @@ async def resource_changed(memo: kopf.Memo, event: kopf.RawEvent, type: str | No
     memo.loops.resource_changed(dict(event["object"]), gone=type == "DELETED")
 
 
-async def child_changed(memo: kopf.Memo, namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
+async def child_changed(
+    memo: kopf.Memo, event: kopf.RawEvent, type: str | None, namespace: str | None, labels: kopf.Labels, **_: Any
+) -> None:
     """A child was added, modified or deleted."""
     assert namespace is not None
-    memo.loops.wake(namespace, labels[names.NAME_LABEL])
+    is_kept = type != "DELETED" and kueue_workloads.keeps(event["object"])
+    (memo.loops.kept_by_kueue if is_kept else memo.loops.wake)(namespace, labels[names.NAME_LABEL])
 
 
 async def node_changed(memo: kopf.Memo, name: str | None, type: str | None, **_: Any) -> None:

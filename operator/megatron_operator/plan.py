@@ -43,6 +43,7 @@ from megatron_operator.replica_groups import (
     STARTUP_TIMEOUT,
     ReplicaGroup,
     ReplicaGroupState,
+    ended_workloads,
     lost_at,
     pods_without_keys,
 )
@@ -117,7 +118,8 @@ class _Planner:
             self._expect_room()
             if (due := self.idle_stop.due_at) is not None:
                 self.deadlines.append(due)
-        return Plan((*actions, *self._ended_workloads()), self._requeue_after())
+        ended = (DeleteChild(kueue.WORKLOAD, name) for name in ended_workloads(self.observed.pods))
+        return Plan((*actions, *ended), self._requeue_after())
 
     def _requeue_after(self) -> float | None:
         return max(0.0, min(self.deadlines) - self.observed.now) if self.deadlines else None
@@ -188,16 +190,6 @@ class _Planner:
         for pod in sorted(pods, key=lambda pod: (-pod.group, -pod.attempt, -pod.index)):
             if not pod.deleting:
                 yield DeletePod(pod.name, pod.uid, 0 if pod.finished else grace_seconds(self.resource))
-
-    def _ended_workloads(self) -> Iterator[Action]:
-        """Kueue keeps a deleted pod that never had a node until its group has ended, which it then never does, or until
-        the Workload is deleted. The Workload goes when the other pods have ended, which use its quota until then."""
-        kept: set[str] = set()
-        used: set[str] = set()
-        for pod in self.observed.pods:
-            if pod.workload is not None and not pod.finished:
-                (kept if pod.deleting and pod.node is None else used).add(pod.workload)
-        yield from (DeleteChild(kueue.WORKLOAD, name) for name in sorted(kept - used))
 
     def _follow_loss_of_keys(self, pods: Sequence[ObservedPod]) -> Iterator[Action]:
         """Pods with different keys cannot communicate, so all pods end before the operator makes new keys."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -316,3 +316,17 @@ def _unexplained(pod: ObservedPod) -> Failure:
     if pod.phase is PodPhase.SUCCEEDED:
         return Failure("Completed", f"{pod.name} ended without an error although it should run", exit_code=0)
     return Failure("PodFailed", f"{pod.name} failed without a reason")
+
+
+def ended_workloads(pods: Iterable[ObservedPod]) -> list[str]:
+    """Kueue's Workloads to delete with their pods, in order of their names.
+
+    Kueue keeps a deleted pod that never had a node until its group has ended, which it then never does, or until the
+    Workload is deleted. The Workload goes when the other pods have ended, which use its quota until then.
+    """
+    kept: set[str] = set()
+    used: set[str] = set()
+    for pod in pods:
+        if pod.workload is not None and not pod.finished:
+            (kept if pod.deleting and pod.node is None else used).add(pod.workload)
+    return sorted(kept - used)

@@ -10,6 +10,7 @@ from cluster_support.control_plane import ControlPlane
 from operator_support import kueue
 from operator_support.api import Api
 from operator_support.kueue import Kueue, QueuedNode
+from operator_support.operator_process import OperatorProcess
 from operator_support.resource import Resource, condition, reason
 
 RACK = "cloud.provider.com/topology-rack"
@@ -109,6 +110,18 @@ async def test_a_stopped_or_deleted_resource_leaves_the_queue(chat: Resource, qu
     await chat.patch({"lifecycle": "Running"})
     await asyncio.wait_for(until_workloads(queue, "chat-0-1"), 30)
     await chat.kubectl("delete", "mi", "chat", "--wait=false")
+    await chat.until_pods(within=20)
+    await asyncio.wait_for(until_workloads(queue), 30)
+
+
+async def test_a_resource_that_is_deleted_while_no_operator_runs_leaves_the_queue(
+    chat: Resource, queue: Kueue, operator: OperatorProcess
+) -> None:
+    await queued(chat, queue)
+    await asyncio.wait_for(until_workloads(queue, "chat-0-0"), 30)
+    operator.stop()
+    await chat.kubectl("delete", "mi", "chat")
+    operator.ensure_started()
     await chat.until_pods(within=20)
     await asyncio.wait_for(until_workloads(queue), 30)
 

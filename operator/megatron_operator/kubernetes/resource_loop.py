@@ -73,8 +73,8 @@ class ResourceLoop:
         self._wake_up = self._woken.set
         self.nodes: frozenset[str] = frozenset()
         """Names of the nodes of the pods, as of the last round."""
-        self._queued: frozenset[str] = frozenset()
-        """Kueue's Workloads of pods without a node, as of the last round."""
+        self.has_kept_pods = False
+        """Whether Kueue has kept a deleted pod."""
         self._watches = ControlApiWatches(self._wake_up)
 
     def wake(self, version: str | None = None) -> None:
@@ -160,10 +160,8 @@ class ResourceLoop:
     async def _reconcile(self) -> ReconcileResult | None:
         obj = await self._shared.api.get("MegatronInference", self.namespace, self.name)
         if obj is None:
-            # Kueue would keep the pods that never had a node.
-            await delete_workloads_of_deleted(
-                self._shared.api, self.namespace, self.name, self._uid or "", self._queued
-            )
+            if self.has_kept_pods or self._uid is None:
+                await delete_workloads_of_deleted(self._shared.api, self.namespace, self.name)
             return None
         adapter = await self._adapter_of(obj)
         key, fleet = (self.namespace, self.name), self._shared.fleet
@@ -175,9 +173,7 @@ class ResourceLoop:
         if result.observed is not None:
             fleet.observed(key, result.image_state, is_settled=result.is_settled)
             self._watches.follow(result.observed, adapter)
-            pods = result.observed.pods
-            self.nodes = frozenset(pod.node for pod in pods if pod.node is not None)
-            self._queued = frozenset(pod.workload for pod in pods if pod.workload is not None and pod.node is None)
+            self.nodes = frozenset(pod.node for pod in result.observed.pods if pod.node is not None)
         return result
 
     async def _adapter_of(self, obj: Json) -> KubernetesAdapter:

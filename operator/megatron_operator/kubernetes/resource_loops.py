@@ -90,6 +90,17 @@ class ResourceLoops:
         if (loop := self._loops.get((namespace, name))) is not None:
             loop.wake()
 
+    def kept_by_kueue(self, namespace: str, name: str) -> None:
+        """Handle an event of a deleted pod that Kueue keeps; its resource may be gone, also since before the start."""
+        key = (namespace, name)
+        if not self._leading:
+            self._waiting.add(key)
+            return
+        if key not in self._loops:
+            self._start(key)
+        self._loops[key].has_kept_pods = True
+        self._loops[key].wake()
+
     def node_changed(self, node: str, *, is_cordoned: bool) -> None:
         """Handle the cordon of a node, or its end. Other changes of the node cause no rounds."""
         if self._disruptions.node_changed(node, is_cordoned=is_cordoned):
