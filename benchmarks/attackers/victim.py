@@ -38,6 +38,12 @@ class Answers:
     texts: list[str | None] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
 
+    def add(self, later: Answers) -> None:
+        """Count the answers to later questions, too."""
+        self.seconds += later.seconds
+        self.texts += later.texts
+        self.steps += later.steps
+
     @property
     def step(self) -> float:
         """The mean over all answers: the time of a step of the engine in which the client takes part."""
