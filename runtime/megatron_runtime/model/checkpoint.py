@@ -111,8 +111,6 @@ def load_model(
         kernels = aside.submit(decoder.prepare_kernels, block_size_tokens, kv_cache_dtype)
         fill(decoder, source, rotary_factors, on_progress, check_finite=check_finite)
         kernels.result()
-    # Otherwise the buffers of reading would remain while matrices exist twice.
-    return_freed_memory()
     decoder.origin = origin
     decoder.prepare()
     return decoder.eval()
@@ -137,6 +135,8 @@ def fill(
     load_weights(source, placements, on_progress, check_finite=check_finite)
     if rotary_factors is not None:
         decoder.positions.frequencies /= torch.from_numpy(rotary_factors).to(decoder.device)
+    # Otherwise the buffers of reading would remain while each matrix exists twice, which is packed next.
+    return_freed_memory()
 
 
 def _limit_length(config: ModelConfig, max_sequence_length: int) -> ModelConfig:
