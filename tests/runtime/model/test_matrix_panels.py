@@ -16,7 +16,7 @@ MIB = 2**20
 
 @pytest.mark.parametrize("pack", [vector_products.pack, tile_products.pack], ids=["vectors", "tiles"])
 def test_packing_takes_the_memory_of_the_panels_alone(pack: Callable[[Tensor], Tensor]) -> None:
-    """Of rows that do not fill their last panel, as those of most vocabularies do not."""
+    """Of rows that do not fill their last panel, such as those of a vocabulary of 50,257 tokens."""
     matrix = torch.ones(32_001, 1024, dtype=torch.bfloat16)
     panels, growth = peak_growth(lambda: pack(matrix))
     assert panels.nbytes >= matrix.nbytes
