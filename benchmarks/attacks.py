@@ -30,7 +30,7 @@ from startup import FILE, cache_folder
 SENDER = Path(__file__).parent / "attackers" / "sender.py"
 SETTLE_SECONDS = 3.0
 MOST_SECONDS = 90.0
-"""Of an attack without any response, and a little more."""
+"""After this time an attack without any response is not continued."""
 KV_CACHE_MEMORY = {"smollm2": "256Mi", "tiny": "16Mi"}
 """Small, because it is filled before the measurement."""
 COLUMNS = [

@@ -74,7 +74,7 @@ class ResourceLoop:
         self.nodes: frozenset[str] = frozenset()
         """Names of the nodes of the pods, as of the last round."""
         self.has_kept_pods = False
-        """Whether Kueue has kept a deleted pod."""
+        """Whether Kueue has kept a deleted pod that never had a node."""
         self._watches = ControlApiWatches(self._wake_up)
 
     def wake(self, version: str | None = None) -> None:
@@ -160,6 +160,7 @@ class ResourceLoop:
     async def _reconcile(self) -> ReconcileResult | None:
         obj = await self._shared.api.get("MegatronInference", self.namespace, self.name)
         if obj is None:
+            # A loop that never saw the resource may have begun for such pods while another operator held the Lease.
             if self.has_kept_pods or self._uid is None:
                 await delete_workloads_of_deleted(self._shared.api, self.namespace, self.name)
             return None

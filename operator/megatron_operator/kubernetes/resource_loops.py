@@ -38,7 +38,7 @@ class ResourceLoops:
         self._eviction = CacheEviction(api, namespaces, settings.cache_retention) if settings.model_caches else None
         self._leading = False
         self._waiting: set[Key] = set()
-        """Resources that were seen while this operator does not hold the Lease."""
+        """Resources that were seen, also by pods that Kueue keeps, while this operator does not hold the Lease."""
         self._loops: dict[Key, ResourceLoop] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
