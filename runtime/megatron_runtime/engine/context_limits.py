@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_runtime.config import (
+    CPU_TOKENS_PER_PASS,
     CUDA_TOKENS_PER_PASS,
     DEFAULT_MAX_REQUESTS,
     PROMPT_LOGIT_BYTES,
@@ -27,8 +28,6 @@ from megatron_runtime.model.recurrent_config import NO_DRAFTS
 
 _logger = logging.getLogger(__name__)
 
-_DEFAULT_MAX_TOKENS_ON_CPU = 1024
-"""A larger pass would delay all other requests by seconds."""
 _SHARED_ROWS_ON_CPU = 32
 """A decode pass of so many rows takes about twice as long as one of a single row: measured 1.7 to 2.2 times."""
 
@@ -244,7 +243,7 @@ def _size_field(config: InferenceConfig) -> str:
 def _tokens_per_pass(config: InferenceConfig, max_requests: int, max_sequence_length: int, device_type: str) -> int:
     if config.max_tokens is not None:
         return config.max_tokens
-    usual = _DEFAULT_MAX_TOKENS_ON_CPU if device_type == "cpu" else CUDA_TOKENS_PER_PASS
+    usual = CPU_TOKENS_PER_PASS if device_type == "cpu" else CUDA_TOKENS_PER_PASS
     return max(usual, max_requests, 0 if config.enable_chunked_prefill else max_sequence_length)
 
 

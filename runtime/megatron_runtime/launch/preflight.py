@@ -6,11 +6,14 @@ import sys
 from dataclasses import dataclass, replace
 
 from megatron_runtime.config import (
+    CPU_TOKENS_PER_PASS,
     CUDA_SHARE,
     CUDA_TOKENS_PER_PASS,
     DEFAULT_MAX_REQUESTS,
     KV_CACHE_DTYPES,
+    PROMPT_LOGIT_BYTES,
     PROMPT_LOGIT_BYTES_ON_GPU,
+    RECORDED_ROWS,
     SAME_VOCABULARY,
 )
 from megatron_runtime.cpu_features import has_bfloat16
@@ -23,8 +26,11 @@ from megatron_runtime.model.attention_kind import ATTENTION_BACKENDS
 from megatron_runtime.model.recurrent_config import NO_DRAFTS
 
 USUAL_KV_CACHE = 2**30
-RANK_OVERHEAD = 300 * 2**20
-"""Memory of a rank besides weights and KV cache: the interpreter, torch, and the activations of a step."""
+RANK_OVERHEAD = 400 * 2**20
+"""Memory of a rank on a CPU before its first request, besides weights and KV cache: the interpreter and torch; and of
+the coordinator, the servers and the fork servers of the pod."""
+ACTIVATION_COPIES = 1.5
+"""Activations of a pass on a CPU, as a multiple of those of its widest layer: kernels also pack their inputs."""
 CUDA_CONTEXT = 2**30
 """Memory of a GPU for the context of CUDA, the workspaces of its libraries, and communication."""
 LOGIT_COPIES = 4
@@ -40,7 +46,7 @@ class EnginePlan:
     max_sequence_length: int
     kv_cache_bytes: int | None
     weight_bytes: int
-    reserve_bytes: int = RANK_OVERHEAD
+    reserve_bytes: int
     """Memory of a rank besides weights and KV cache."""
     device: AvailableMemory | None = None
     """The GPU of a rank, if its size is known."""
@@ -100,18 +106,19 @@ def _plan(
     weights = _weight_bytes(engine, facts)
     length = engine.max_sequence_length or facts.longest
     if engine.device != "cpu":
-        return _plan_on_device(options, facts, EnginePlan(length, engine.kv_cache_bytes, weights, device=device))
-    ranks = options.local_ranks
-    cache = _cache_bytes(options, facts, weights, available.count // ranks)
-    needed = EnginePlan(length, cache, weights).total_bytes(ranks)
-    if needed > available.count:
+        reserve = _reserve_on_device(engine, facts)
+        return _plan_on_device(options, facts, EnginePlan(length, engine.kv_cache_bytes, weights, reserve, device))
+    ranks, reserve = options.local_ranks, _reserve_on_cpu(engine, facts)
+    cache = _cache_bytes(options, facts, weights + reserve, available.count // ranks)
+    plan = EnginePlan(length, cache, weights, reserve)
+    if (needed := plan.total_bytes(ranks)) > available.count:
         raise ConfigurationError(
-            f"--kv-cache-memory {format_bytes(cache)}: with {format_bytes(weights)} of weights and "
-            f"{format_bytes(RANK_OVERHEAD)} of overhead, {ranks} rank(s) need "
-            f"{format_bytes(needed)}, but only {available} is available; "
-            "use a smaller cache, a smaller --dtype or fewer replica groups, or give the pod more memory"
+            f"--kv-cache-memory {format_bytes(cache)}: with {format_bytes(weights)} of weights and about "
+            f"{format_bytes(reserve)} for processes and passes, {ranks} rank(s) need {format_bytes(needed)}, but only "
+            f"{available} is available; use a smaller cache, a smaller --dtype, a lower --max-requests or fewer "
+            "replica groups, or give the pod more memory"
         )
-    return EnginePlan(_length(options, facts, cache, length), cache, weights)
+    return replace(plan, max_sequence_length=_length(options, facts, cache, length))
 
 
 def _check_cache_dtype(engine: EngineOptions, facts: CheckpointFacts) -> None:
@@ -172,8 +179,7 @@ def _check_draft_model(options: LaunchOptions, facts: CheckpointFacts, length: i
 
 
 def _plan_on_device(options: LaunchOptions, facts: CheckpointFacts, plan: EnginePlan) -> EnginePlan:
-    """The plan with its reserve, checked against the memory of a GPU if that is known."""
-    plan = replace(plan, reserve_bytes=_reserve_on_device(options.engine, facts))
+    """The plan, checked against the memory of a GPU if that is known."""
     cache, device = plan.kv_cache_bytes, plan.device
     parts = f"{format_bytes(plan.weight_bytes)} for the weights and about {format_bytes(plan.reserve_bytes)} for a pass"
     if device is not None and plan.total_bytes(1) - (cache or 0) >= device.count:
@@ -198,10 +204,23 @@ def _plan_on_device(options: LaunchOptions, facts: CheckpointFacts, plan: Engine
 def _reserve_on_device(engine: EngineOptions, facts: CheckpointFacts) -> int:
     """An estimate for the check before the start; a rank that chooses the size of its KV cache measures it."""
     activations = CUDA_TOKENS_PER_PASS * facts.activation_elements * element_bytes(engine)
+    return CUDA_CONTEXT + activations + _logit_bytes(engine, facts, CUDA_TOKENS_PER_PASS, PROMPT_LOGIT_BYTES_ON_GPU)
+
+
+def _reserve_on_cpu(engine: EngineOptions, facts: CheckpointFacts) -> int:
+    """An estimate of the memory of the largest passes: activations, in float32 at most, the recordings of small passes,
+    and logits."""
+    rows = CPU_TOKENS_PER_PASS + RECORDED_ROWS
+    activations = int(ACTIVATION_COPIES * rows * facts.activation_elements * 4)
+    most_tokens = max(CPU_TOKENS_PER_PASS, engine.max_requests or DEFAULT_MAX_REQUESTS)
+    return RANK_OVERHEAD + activations + _logit_bytes(engine, facts, most_tokens, PROMPT_LOGIT_BYTES)
+
+
+def _logit_bytes(engine: EngineOptions, facts: CheckpointFacts, most_tokens: int, of_prompts: int) -> int:
+    """Of a pass of at most ``most_tokens``, with ``of_prompts`` bytes of the logits of prompts."""
     rows = (engine.max_requests or DEFAULT_MAX_REQUESTS) * (1 + engine.num_speculative_tokens)
     row_bytes = 4 * facts.vocabulary
-    logits = min(rows * row_bytes + PROMPT_LOGIT_BYTES_ON_GPU, CUDA_TOKENS_PER_PASS * row_bytes)
-    return CUDA_CONTEXT + activations + LOGIT_COPIES * logits
+    return LOGIT_COPIES * min(rows * row_bytes + of_prompts, most_tokens * row_bytes)
 
 
 def element_bytes(engine: EngineOptions) -> int:
@@ -224,16 +243,17 @@ def _weight_bytes(engine: EngineOptions, facts: CheckpointFacts) -> int:
     return draft + (weights - experts) // dense_ranks + experts // engine.ranks_per_replica_group
 
 
-def _cache_bytes(options: LaunchOptions, facts: CheckpointFacts, weights: int, share: int) -> int:
-    """The configured size of the KV cache, or a default size that fits the rank's share of the memory."""
+def _cache_bytes(options: LaunchOptions, facts: CheckpointFacts, beside: int, share: int) -> int:
+    """The configured size of the KV cache, or a default size that fits the rank's share of the memory ``beside`` its
+    weights and its reserve."""
     if options.engine.kv_cache_bytes is not None:
         return options.engine.kv_cache_bytes
-    left = share - weights - RANK_OVERHEAD
+    left = share - beside
     if left <= 0:
         raise ConfigurationError(
-            f"{options.model.flag}: a rank needs {format_bytes(weights)} for the weights and "
-            f"{format_bytes(RANK_OVERHEAD)} of overhead, but its share of the memory is {format_bytes(share)}; give "
-            "the pod more memory, or use a smaller --dtype, fewer replica groups or a smaller model"
+            f"{options.model.flag}: a rank needs about {format_bytes(beside)} for the weights, its processes and its "
+            f"passes, but its share of the memory is {format_bytes(share)}; give the pod more memory, or use a smaller "
+            "--dtype, a lower --max-requests, fewer replica groups or a smaller model"
         )
     smallest = facts.cache_layout.smallest_pool(_block_bytes(options.engine, facts))
     return max(min(USUAL_KV_CACHE, int(left * KV_SHARE)), smallest)
