@@ -32,8 +32,6 @@ CUDA_TOKENS_PER_PASS = 16384
 """Default of the most tokens in one forward pass on a GPU."""
 CPU_TOKENS_PER_PASS = 1024
 """The same on a CPU: a larger pass would delay all other requests by seconds."""
-RECORDED_ROWS = 1024
-"""At least as many as all recordings of small passes on a CPU have: two layers, each for 1, 2, 4 and so on to 256."""
 PROMPT_LOGIT_BYTES, PROMPT_LOGIT_BYTES_ON_GPU = 32 * 2**20, 256 * 2**20
 """Most bytes of the logits of prompts in one forward pass, of which log probabilities take further copies."""
 DEFAULT_MAX_REQUESTS = 256

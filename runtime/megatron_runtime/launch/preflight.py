@@ -13,7 +13,6 @@ from megatron_runtime.config import (
     KV_CACHE_DTYPES,
     PROMPT_LOGIT_BYTES,
     PROMPT_LOGIT_BYTES_ON_GPU,
-    RECORDED_ROWS,
     SAME_VOCABULARY,
 )
 from megatron_runtime.cpu_features import has_bfloat16
@@ -22,6 +21,7 @@ from megatron_runtime.launch.inspection import CheckpointFacts
 from megatron_runtime.launch.memory import AvailableMemory
 from megatron_runtime.launch.options import DRAFT_MODEL_FLAG, EngineOptions, LaunchOptions
 from megatron_runtime.launch.quantity import format_bytes
+from megatron_runtime.model.activations import RECORDED_ROWS
 from megatron_runtime.model.attention_kind import ATTENTION_BACKENDS
 from megatron_runtime.model.recurrent_config import NO_DRAFTS
 
@@ -212,15 +212,19 @@ def _reserve_on_cpu(engine: EngineOptions, facts: CheckpointFacts) -> int:
     and logits."""
     rows = CPU_TOKENS_PER_PASS + RECORDED_ROWS
     activations = int(ACTIVATION_COPIES * rows * facts.activation_elements * 4)
-    most_tokens = max(CPU_TOKENS_PER_PASS, engine.max_requests or DEFAULT_MAX_REQUESTS)
+    most_tokens = max(CPU_TOKENS_PER_PASS, _most_requests(engine))
     return RANK_OVERHEAD + activations + _logit_bytes(engine, facts, most_tokens, PROMPT_LOGIT_BYTES)
 
 
 def _logit_bytes(engine: EngineOptions, facts: CheckpointFacts, most_tokens: int, of_prompts: int) -> int:
     """Of a pass of at most ``most_tokens``, with ``of_prompts`` bytes of the logits of prompts."""
-    rows = (engine.max_requests or DEFAULT_MAX_REQUESTS) * (1 + engine.num_speculative_tokens)
+    rows = _most_requests(engine) * (1 + engine.num_speculative_tokens)
     row_bytes = 4 * facts.vocabulary
     return LOGIT_COPIES * min(rows * row_bytes + of_prompts, most_tokens * row_bytes)
+
+
+def _most_requests(engine: EngineOptions) -> int:
+    return engine.max_requests or DEFAULT_MAX_REQUESTS
 
 
 def element_bytes(engine: EngineOptions) -> int:
@@ -277,7 +281,7 @@ def _length(options: LaunchOptions, facts: CheckpointFacts, cache: int, length: 
             f"--kv-cache-memory {format_bytes(cache)}: too small for a single block of {engine.block_size_tokens} "
             f"tokens{states}; give at least {format_bytes(smallest)}"
         )
-    requests, memory = engine.max_requests or DEFAULT_MAX_REQUESTS, engine.state_memory
+    requests, memory = _most_requests(engine), engine.state_memory
     layout.check(cache, block, memory, facts.architecture)
     shares = layout.divide(
         cache,

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from megatron_runtime.model.shard import Shard
 
+MOST_RECORDED_ROWS = 256
+"""Of passes that a CPU records. In larger ones, the time between kernels matters less than their memory."""
+RECORDED_ROWS = 4 * MOST_RECORDED_ROWS
+"""At least as many as all recordings have together: two layers, each for 1, 2, 4 and so on up to the most rows."""
 _RESIDUAL_COPIES = 4
 """The residual path before a layer and after its attention, and the norms of both."""
 

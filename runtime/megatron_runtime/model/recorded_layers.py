@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_runtime.model.activations import MOST_RECORDED_ROWS
 from megatron_runtime.model.attention import AttentionPlan
 from megatron_runtime.model.decoder_layer import DecoderLayer, NumberedLayer
 from megatron_runtime.model.kernels.cpu_attention import AttentionInputs, CpuAttention
@@ -23,8 +24,6 @@ from megatron_runtime.model.self_attention import SelfAttention
 
 logger = logging.getLogger(__name__)
 
-MOST_ROWS = 256
-"""In larger passes, the time between kernels matters less than the memory of a recording."""
 EXACT_ROWS = 128
 """Larger passes have a part of a prompt, whose number of tokens seldom repeats."""
 STEP = 8
@@ -112,7 +111,7 @@ class RecordedLayers:
     def _may_record(self, rows: int) -> bool:
         # A profiler of PyTorch does not see calls of kernels.
         is_profiled: bool = torch._C._autograd._profiler_enabled()
-        return self._is_recordable and 0 < rows <= MOST_ROWS and not is_profiled
+        return self._is_recordable and 0 < rows <= MOST_RECORDED_ROWS and not is_profiled
 
     def _record(
         self, kind: _Kind, given: Tensor, positions: Sequence[LayerPositions], plan: CpuAttention, cache: KVCache

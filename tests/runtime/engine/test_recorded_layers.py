@@ -15,10 +15,11 @@ from runtime_support.paged_requests import PagedRequests
 from torch import Tensor, nn
 
 from megatron_runtime.model import recorded_layers
+from megatron_runtime.model.activations import MOST_RECORDED_ROWS
 from megatron_runtime.model.config import ExpertsConfig, RoutingConfig
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.kv_cache import KVCache
-from megatron_runtime.model.recorded_layers import EXACT_ROWS, MOST_ROWS, STEP, RecordedLayers
+from megatron_runtime.model.recorded_layers import EXACT_ROWS, STEP, RecordedLayers
 from megatron_runtime.model.refit import update_weights
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -158,7 +159,7 @@ def test_rows_with_adapters_call_the_layers() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_passes_with_parts_of_prompts_share_recordings_for_more_rows(dtype: torch.dtype) -> None:
     model, chance = made(dtype, query_key_norm="head"), random.Random(1)
-    sizes = (EXACT_ROWS + 1, EXACT_ROWS + STEP, EXACT_ROWS + 5, MOST_ROWS, EXACT_ROWS + 2, EXACT_ROWS + 3)
+    sizes = (EXACT_ROWS + 1, EXACT_ROWS + STEP, EXACT_ROWS + 5, MOST_RECORDED_ROWS, EXACT_ROWS + 2, EXACT_ROWS + 3)
     passes = [
         {"a": [1], f"b{number}": [chance.randrange(256) for _ in range(rows - 1)]} for number, rows in enumerate(sizes)
     ]
@@ -171,9 +172,9 @@ def test_passes_with_parts_of_prompts_share_recordings_for_more_rows(dtype: torc
 def test_large_passes_call_the_layers() -> None:
     model = made()
     requests = PagedRequests(model)
-    answers(requests, [{"a": [1] * (MOST_ROWS + 1)}] * 3)
+    answers(requests, [{"a": [1] * (MOST_RECORDED_ROWS + 1)}] * 3)
     assert not recorded(model).num_repeated
-    answers(requests, [{"a": [1] * MOST_ROWS}] * 3)
+    answers(requests, [{"a": [1] * MOST_RECORDED_ROWS}] * 3)
     assert recorded(model).num_repeated == 1
 
 
