@@ -91,12 +91,14 @@ async def _serve(link: ParentLink) -> int:
 
 
 class _Drain:
-    """The first SIGTERM rejects new requests and lets those in flight finish; the second aborts those.
+    """The first SIGTERM rejects new requests and lets those in flight finish; the second aborts those and ends it.
 
     With ``hands_over`` the server rejects nothing: after ``ENDPOINT_SECONDS`` it closes its port, and tells clients to
     close their connections. They then connect to another endpoint.
 
-    The parent gets the report of the phase ``Draining`` when the drain has begun: requests are rejected by then.
+    The parent gets the report of the phase ``Draining`` when the drain has begun: requests are rejected by then. Unless
+    the server hands over, it gets ``Drained`` when those in flight have ended. A drained server still rejects requests
+    until the second SIGTERM: an earlier end would reset connections that it accepts while another drains.
     """
 
     def __init__(
@@ -127,6 +129,9 @@ class _Drain:
                 await asyncio.wait_for(self._aborted.wait(), ENDPOINT_SECONDS)
             self._server.hand_over()
         await self._admission.drain()
+        if not self._hands_over:
+            self._link.report(phase="Drained")
+            await self._aborted.wait()
         self._server.should_exit = True
 
 

@@ -77,6 +77,7 @@ class FrontendGroup:
         self._on_change = on_change
         self._attached: set[int] = set()
         self._draining: set[int] = set()
+        self._drained: set[int] = set()
         self._is_released = False
         self._changed = Notifier()
         self._supervisors = [
@@ -105,8 +106,11 @@ class FrontendGroup:
     @property
     def is_draining(self) -> bool:
         """Whether `drain` was called, and every frontend has begun its drain or has ended."""
-        running = (index for index, run in enumerate(self._runs) if not run.done())
-        return self._is_released and self._draining.issuperset(running)
+        return self._is_released and self._draining.issuperset(self._running)
+
+    @property
+    def _running(self) -> list[int]:
+        return [index for index, run in enumerate(self._runs) if not run.done()]
 
     @property
     def restarts(self) -> int:
@@ -154,11 +158,14 @@ class FrontendGroup:
         for supervisor in self._supervisors:
             supervisor.release()
             supervisor.send_signal(signal.SIGTERM)
-        _, late = await asyncio.wait(self._runs, timeout=timeout) if self._runs else (set(), set())
-        if late:
-            for supervisor in self._supervisors:
-                supervisor.send_signal(signal.SIGTERM)
-            await asyncio.wait(late, timeout=ABORT_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while not self._drained.issuperset(self._running):
+                    await self._changed.wait()
+        for supervisor in self._supervisors:
+            supervisor.send_signal(signal.SIGTERM)
+        if self._running:
+            await asyncio.wait(self._runs, timeout=ABORT_SECONDS)
         await self.stop()
 
     async def stop(self) -> None:
@@ -188,11 +195,17 @@ class FrontendGroup:
         elif report.get("phase") == "Draining":
             self._draining.add(index)
             self._wake()
+        elif report.get("phase") == "Drained":
+            self._drained.add(index)
+            if not self._is_released:  # the signal was for this frontend alone, which is replaced
+                self._supervisors[index].send_signal(signal.SIGTERM)
+            self._wake()
 
     def _note(self, index: int) -> None:
         """A frontend has started or exited; in both cases it does not listen."""
         self._attached.discard(index)
         self._draining.discard(index)
+        self._drained.discard(index)
         self._wake()
 
     def _wake(self) -> None:

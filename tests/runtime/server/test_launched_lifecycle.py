@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import os
 import signal
 import subprocess
@@ -212,6 +214,32 @@ def test_the_state_says_draining_once_every_frontend_refuses_requests(
     pod.wait_for(lambda state: state["draining"])
     with pytest.raises(openai.InternalServerError, match="the server is shutting down"):
         ask(pod)
+
+
+def test_a_connection_during_a_drain_is_answered_while_another_frontend_has_a_request(
+    start_pod: Callable[..., Any], tiny_checkpoint: Path
+) -> None:
+    flags = ("--dtype", "float32", "--kv-cache-memory", "32Mi", "--frontend-replicas", "2")
+    pod = start_pod("--model", str(tiny_checkpoint), *flags).wait_ready()
+    stream = pod.openai.chat.completions.create(
+        model="chat", messages=STORY, temperature=0, max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(stream)
+    with contextlib.ExitStack() as stack:
+        connections = [http.client.HTTPConnection(pod.host, pod.http.base_url.port) for _ in range(16)]
+        for connection in connections:
+            stack.enter_context(contextlib.closing(connection))
+            connection.connect()
+        pod.process.send_signal(signal.SIGTERM)
+        pod.wait_for(lambda state: state["draining"])
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            # Longer than a server takes to end once it has nothing to do.
+            pod.process.wait(0.5)
+        body, headers = json.dumps({"model": "chat", "prompt": [1, 2, 3]}), {"Content-Type": "application/json"}
+        for connection in connections:
+            connection.request("POST", "/v1/completions", body, headers)
+        assert [connection.getresponse().status for connection in connections] == [503] * len(connections)
+    assert next(stream)
 
 
 def test_sigterm_while_paused_answers_waiting_requests_at_once(pod: Any) -> None:
