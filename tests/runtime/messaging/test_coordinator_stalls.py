@@ -118,13 +118,10 @@ STALLED_REQUESTS = repeated(100, 1000)
 RECOVERY_SECONDS = 10.0
 
 
-@pytest.mark.repetition
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("victim", ["coordinator", "engine"])
-async def test_a_service_with_many_large_requests_answers_soon_after_a_stall(victim: str) -> None:
+async def _seconds_to_answer(stalled: str | None) -> float:
+    """From the admission of many large requests, and a stall of this process if any, to the answer of a later one."""
     async with Fleet() as fleet:
         coordinator = await fleet.spawn_coordinator()
-        assert coordinator.pid is not None
         engine = fleet.spawn_engine(group=0, step_seconds=0.02)
         client = await fleet.connect(coordinator_timeout=2 * STALL_SECONDS + 60)
         await fleet.ready(client, 1)
@@ -133,18 +130,30 @@ async def test_a_service_with_many_large_requests_answers_soon_after_a_stall(vic
         load = 0
         while load < len(wanted):
             load = sum(view.running for view in (await client.service_state()).engines)
-        pid = coordinator.pid if victim == "coordinator" else engine.pid
-        os.kill(pid, signal.SIGSTOP)
-        await asyncio.sleep(STALL_SECONDS)
-        os.kill(pid, signal.SIGCONT)
-        async with asyncio.timeout(RECOVERY_SECONDS):
-            stream = client.stream_request("later", PARAMS)
-            assert [token async for update in stream for token in update.new_tokens] == expected_tokens("later", PARAMS)
-            await fleet.ready(client, 1)
+        if stalled is not None:
+            pid = {"coordinator": coordinator.pid, "engine": engine.pid}[stalled]
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(STALL_SECONDS)
+            os.kill(pid, signal.SIGCONT)
+        begin = time.monotonic()
+        stream = client.stream_request("later", PARAMS)
+        assert [token async for update in stream for token in update.new_tokens] == expected_tokens("later", PARAMS)
+        await fleet.ready(client, 1)
+        seconds = time.monotonic() - begin
         state = await client.service_state()
         assert state.outstanding_requests == len(wanted)
         results.cancel()
         await asyncio.gather(results, return_exceptions=True)
+    return seconds
+
+
+@pytest.mark.repetition
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("victim", ["coordinator", "engine"])
+async def test_a_service_with_many_large_requests_answers_soon_after_a_stall(victim: str) -> None:
+    """The engine still admits the large requests then: without a stall, this takes as long as the machine is slow."""
+    assert await _seconds_to_answer(victim) < RECOVERY_SECONDS + 2 * await _seconds_to_answer(None)
 
 
 async def test_a_coordinator_that_was_stopped_keeps_its_engines() -> None:
