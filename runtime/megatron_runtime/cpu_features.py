@@ -10,6 +10,8 @@ BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 TILES = frozenset({"amx_tile"})
 """Matrix products by tiles (Intel AMX)."""
 BFLOAT16_TILES = frozenset({"amx_bf16"})
+VECTORS = frozenset({"fma"})
+"""Vectors of 256 bits on x86 that multiply and add at once; processors with AVX2 have them."""
 WIDE_VECTORS = frozenset({"avx512f"})
 """Vectors of 512 bits on x86."""
 BFLOAT16_VECTORS = frozenset({"avx512_bf16"})
@@ -33,6 +35,12 @@ def has_tiles() -> bool:
 def has_bfloat16_tiles() -> bool:
     """Whether tiles multiply bfloat16."""
     return reports_any(BFLOAT16_TILES, _CPUINFO)
+
+
+@cache
+def has_vectors() -> bool:
+    """Whether vectors of at least 256 bits multiply and add float32 at once."""
+    return reports_any(VECTORS, _CPUINFO)
 
 
 @cache

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_runtime.cpu_features import BFLOAT16, TILES, reports_any
+from megatron_runtime.cpu_features import BFLOAT16, TILES, VECTORS, WIDE_VECTORS, reports_any
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,16 @@ def test_cpu_features_follow_the_flags_of_the_kernel(line: str, native: bool, ti
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nbogomips\t: 1\n")
     assert reports_any(BFLOAT16, tmp_path / "cpuinfo") is native
     assert reports_any(TILES, tmp_path / "cpuinfo") is tiled
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_any", "has_wide"),
+    [("fpu avx2 fma avx512f", True, True), ("fpu avx2 fma", True, False), ("fpu avx", False, False)],
+)
+def test_vectors_are_those_that_multiply_and_add(flags: str, has_any: bool, has_wide: bool, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
+    assert reports_any(VECTORS, tmp_path / "cpuinfo") is has_any
+    assert reports_any(WIDE_VECTORS, tmp_path / "cpuinfo") is has_wide
 
 
 def test_without_cpuinfo_there_are_no_features(tmp_path: Path) -> None:

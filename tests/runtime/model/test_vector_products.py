@@ -1,8 +1,12 @@
-"""Products by vectors of AVX-512: each row has its own bits, for any number of rows and any size of the matrix."""
+"""Products by vectors: each row has its own bits, for any number of rows and any size of the matrix."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,10 +21,22 @@ DTYPES = (torch.float32, torch.bfloat16)
 SIZES = ((576, 1536), (1536, 576), (2048, 96), (512, 32), (200, 70), (7, 3), (1, 1))
 """Channels and columns; rows of 512 and more channels are at distances that are copied."""
 
+_MULTIPLY = """
+import sys
+
+import torch
+
+from megatron_runtime.model.packed_linear import VectorLinear
+
+inputs, weight, bias = torch.load(sys.argv[1])
+with torch.inference_mode():
+    torch.save([VectorLinear(weight, bias)(inputs[:rows]) for rows in range(1, len(inputs))], sys.argv[2])
+"""
+
 
 def needs_vectors(dtype: torch.dtype) -> pytest.MarkDecorator:
     return pytest.mark.skipif(
-        not vector_products.can_use_vectors(dtype), reason=f"this processor has no AVX-512 with {dtype}"
+        not vector_products.can_use_vectors(dtype), reason=f"this processor has no vectors for {dtype}"
     )
 
 
@@ -106,6 +122,24 @@ def test_products_are_those_of_the_plain_matrix() -> None:
     plain.bias.copy_(random(torch.float32, 37))
     inputs = random(torch.float32, 5, 48)
     torch.testing.assert_close(VectorLinear(plain.weight, plain.bias)(inputs), plain(inputs))
+
+
+@needs_vectors(torch.float32)
+@torch.inference_mode()
+def test_products_have_the_same_bits_with_the_registers_of_avx2(tmp_path: Path) -> None:
+    inputs, weight, bias = (random(torch.float32, *sizes) for sizes in ((30, 200), (70, 200), (70,)))
+    torch.save((inputs, weight, bias), tmp_path / "given")
+    environment = os.environ | {
+        "NUMBA_CPU_NAME": "haswell",
+        "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma",
+        "NUMBA_CACHE_DIR": str(tmp_path),
+    }
+    command = [sys.executable, "-c", _MULTIPLY, str(tmp_path / "given"), str(tmp_path / "products")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    expected = VectorLinear(weight, bias)(inputs)
+    for rows, products in enumerate(torch.load(tmp_path / "products"), start=1):
+        assert torch.equal(products, expected[:rows]), rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -32,7 +32,8 @@ from megatron_runtime.model.kernels.vector_instructions import (
 )
 
 ROWS = 12
-"""Maximum of rows that are multiplied together: their sums and a part of the panel fill the registers of AVX-512."""
+"""Maximum of rows that are multiplied together: their sums and a part of the panel fill the registers of AVX-512. With
+the registers of AVX2, the sums of half the rows and half the panel's columns at a time do."""
 PARTS = 2
 """Vectors of a panel's columns."""
 COLUMNS = PARTS * LANES
@@ -70,7 +71,8 @@ def _multiply_by_type(
     """
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        made = _Products(builder, array, *arguments[2:])
+        has_wide_registers = "+avx512f" in context.codegen().magic_tuple()[2]
+        made = _Products(builder, array, has_wide_registers, *arguments[2:])
         for number in each_number(builder, arguments[1], ROWS):
             made.generate(number)
         return context.get_dummy_value()
@@ -82,8 +84,8 @@ class _Products:
     """Generates the code of `multiply_words`, with its arguments."""
 
     def __init__(
-        self, builder: Any, array: Any, words: Any, inputs: Any, row_bytes: Any, panel: Any, ahead: Any, stride: Any,
-        second: Any, products: Any,
+        self, builder: Any, array: Any, has_wide_registers: bool, words: Any, inputs: Any, row_bytes: Any, panel: Any,
+        ahead: Any, stride: Any, second: Any, products: Any,
     ) -> None:  # fmt: skip
         self._builder, self._words, self._inputs, self._row_bytes = builder, words, inputs, row_bytes
         self._panel, self._products = panel, products
@@ -91,27 +93,44 @@ class _Products:
         is_narrow = isinstance(array.dtype, types.Integer)
         self._dot = PairDot() if is_narrow else ChannelDot(array, LANES)
         self._word = ir.IntType(32) if is_narrow else ir.FloatType()
+        self._most_rows, self._most_parts = (ROWS, PARTS) if has_wide_registers else (ROWS // 2, PARTS // 2)
+        """Whose sums stay in registers."""
 
     def generate(self, rows: int) -> None:
         """The products of a number of rows."""
+        turns = -(-rows // self._most_rows)
+        for turn in range(turns):
+            for part in range(0, PARTS, self._most_parts):
+                numbers = range(turn * rows // turns, (turn + 1) * rows // turns)
+                self._generate(numbers, range(part, part + self._most_parts), prefetches=turn == 0)
+
+    def _generate(self, rows: range, parts: range, *, prefetches: bool) -> None:
+        """The products of some rows with some vectors of the panel's columns."""
         builder, zeros = self._builder, constant(floats(LANES), 0.0)
-        sums = [[variable(builder, zeros) for _ in range(PARTS)] for _ in range(rows)]
-        lines = [builder.add(self._inputs, builder.mul(self._row_bytes, self._number(row))) for row in range(rows)]
+        sums = [[variable(builder, zeros) for _ in parts] for _ in rows]
+        lines = [builder.add(self._inputs, builder.mul(self._row_bytes, self._number(row))) for row in rows]
         with cgutils.for_range(builder, self._words) as loop:
-            self._add(sums, lines, loop.index)
-        for row, totals in enumerate(sums):
-            for part, total in enumerate(totals):
+            if prefetches:
+                self._prefetch(loop.index, parts)
+            self._add(sums, lines, parts, loop.index)
+        for row, totals in zip(rows, sums, strict=True):
+            for part, total in zip(parts, totals, strict=True):
                 place = builder.add(self._products, self._number((row * PARTS + part) * LANES * _FLOAT_BYTES))
                 store(builder, builder.load(total), place)
 
-    def _add(self, sums: list[list[Any]], lines: list[Any], word: Any) -> None:
-        """Add the products of a word of each row, whose addresses are ``lines``."""
+    def _prefetch(self, word: Any, parts: range) -> None:
+        """Prefetch a line for each part, of which the second one is ``second`` bytes away."""
         builder = self._builder
         ahead = builder.add(self._ahead, builder.mul(word, self._stride))
-        for line in (ahead, builder.add(ahead, self._second)):
-            prefetch(builder, line, LINE_BYTES)
+        lines = ahead, builder.add(ahead, self._second)
+        for part in parts:
+            prefetch(builder, lines[part], LINE_BYTES)
+
+    def _add(self, sums: list[list[Any]], lines: list[Any], parts: range, word: Any) -> None:
+        """Add the products of a word of each row, whose addresses are ``lines``."""
+        builder = self._builder
         kind, at = ir.VectorType(self._word, LANES), offset(builder, self._panel, word, COLUMNS * WORD_BYTES)
-        weights = [load(builder, builder.add(at, self._number(part * LINE_BYTES)), kind) for part in range(PARTS)]
+        weights = [load(builder, builder.add(at, self._number(part * LINE_BYTES)), kind) for part in parts]
         for line, totals in zip(lines, sums, strict=True):
             given = spread(builder, load(builder, offset(builder, line, word, WORD_BYTES), self._word))
             for total, weight in zip(totals, weights, strict=True):

@@ -1,4 +1,4 @@
-"""Products with matrices in float32 or bfloat16 by the vectors of AVX-512, for any number of rows.
+"""Products with matrices in float32 by vectors of AVX2 or AVX-512, and in bfloat16 by those of AVX-512, of any rows.
 
 The bits of a row depend on no other row. While some rows are multiplied with a panel of the matrix, a part of the next
 panel is prefetched, an equal one each time: with few rows, the time is that of reading the matrix, and with more, the
@@ -15,7 +15,7 @@ import torch
 from numba import int64, prange, void
 from torch import Tensor
 
-from megatron_runtime.cpu_features import has_bfloat16_vectors, has_wide_vectors
+from megatron_runtime.cpu_features import has_bfloat16_vectors, has_vectors
 from megatron_runtime.model.kernels.compiled import address, array_at, compile_kernel, element, even_shares
 from megatron_runtime.model.kernels.kernel_compiler import kernel_factory
 from megatron_runtime.model.kernels.matrix_panels import fill_panels, pad_columns
@@ -37,7 +37,7 @@ WORTH_SHARING = 1 << 18
 
 def can_use_vectors(dtype: torch.dtype) -> bool:
     """Whether this processor has the instructions. Products on a single thread would be slower than those of oneDNN."""
-    has_instructions = {torch.float32: has_wide_vectors, torch.bfloat16: has_bfloat16_vectors}
+    has_instructions = {torch.float32: has_vectors, torch.bfloat16: has_bfloat16_vectors}
     return dtype in has_instructions and has_instructions[dtype]() and can_share_threads()
 
 
