@@ -37,5 +37,5 @@ def test_a_run_measures_the_time_to_pods_the_idle_load_and_waiting_resources() -
     assert [row["waiting for nodes"] for row in waiting] == ["2"]
     for row in [*running, *waiting]:
         assert 5 < float(row["API calls per resource"]) < 60
-        # Five watches restart from time to time, all at once: 50 calls per minute if that happens in these 6 seconds.
-        assert float(row["idle: calls/min"]) < 60
+        # Seven watches restart together every 70 s, and Jobs are listed each minute: at most 8 calls in these 6 s.
+        assert float(row["idle: calls/min"]) <= 80

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from cluster_support import audit
 from cluster_support.cluster import Cluster, wait_until
 from cluster_support.control_plane import ControlPlane
 from cluster_support.errors import CommandFailedError
@@ -118,6 +119,17 @@ def test_a_service_account_may_do_what_its_role_grants_and_no_more(control_plane
     control_plane.kubectl("-n", namespace, "get", "configmaps", kubeconfig=reader)
     with pytest.raises(CommandFailedError, match="forbidden"):
         control_plane.kubectl("-n", namespace, "get", "secrets", kubeconfig=reader)
+
+
+def test_the_audit_log_counts_a_watch_as_one_request(own_control_plane: ControlPlane, namespace: str) -> None:
+    own_control_plane.kubectl("-n", namespace, "create", "serviceaccount", "watcher")
+    grant = ("watcher", "--clusterrole=view", f"--serviceaccount={namespace}:watcher")
+    own_control_plane.kubectl("-n", namespace, "create", "rolebinding", *grant)
+    path = f"/api/v1/namespaces/{namespace}/configmaps?watch=true&timeoutSeconds=1"
+    own_control_plane.kubectl("get", "--raw", path, kubeconfig=own_control_plane.kubeconfig_for("watcher", namespace))
+    own_control_plane.apply(namespace, config_map("later"))
+    requests = audit.requests_of(own_control_plane.logs, "watcher", namespace)
+    assert [request.right.verb for request in requests] == ["watch"]
 
 
 def test_data_survives_a_restart_of_the_api_server(own_control_plane: ControlPlane, namespace: str) -> None:

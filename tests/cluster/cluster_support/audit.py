@@ -51,11 +51,16 @@ def log(folder: Path) -> Path:
 
 def requests_of(folder: Path, service_account: str, namespace: str) -> Iterator[Request]:
     """All requests about objects so far; discovery and health need no permissions."""
+    seen: set[str] = set()
     for line in log(folder).read_text().splitlines():
         entry: dict[str, Any] = json.loads(line)
         about = entry.get("objectRef")
         if entry["user"]["username"] != f"system:serviceaccount:{namespace}:{service_account}" or not about:
             continue
+        # A watch has an entry at its start and one at its end.
+        if entry["auditID"] in seen:
+            continue
+        seen.add(entry["auditID"])
         resource = "/".join(filter(None, (about.get("resource"), about.get("subresource"))))
         if resource:
             right = Right(about.get("apiGroup", ""), resource, entry["verb"])
