@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import Any
 
 import gguf
@@ -11,11 +12,12 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from numba import njit
+from numba.core.registry import cpu_target
 from runtime_support.random_blocks import random_blocks
 from torch import Tensor
 
 from megatron_runtime.model.formats.coded_rows import BLOCK, CODINGS, CodedRows
-from megatron_runtime.model.kernels import panel_products, quantized_products
+from megatron_runtime.model.kernels import integer_sums, quantized_products, vector_instructions
 from megatron_runtime.model.kernels.coded_inputs import code_inputs
 from megatron_runtime.model.quantized.linear import QuantizedLinear
 from megatron_runtime.model.quantized.matrix import QuantizedMatrix
@@ -166,15 +168,42 @@ def compile_for_one_thread(function: Any, signature: Any, **_: Any) -> Any:
     return njit(signature, error_model="numpy")(function)
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
-def test_processors_without_the_instruction_get_the_same_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, given = matrix(kind, 40, 256), inputs(7, 256)
-    expected = QuantizedLinear([here], None, torch.float32)(given)
+def has_feature(name: str) -> bool:
+    return vector_instructions.has_feature(cpu_target.target_context, name)
 
-    monkeypatch.setattr(panel_products, "_dot_by_instruction", panel_products._dot_by_products)
+
+def largest_sums(kind: str) -> tuple[QuantizedMatrix, Tensor]:
+    """All bits of the codes are set, and all inputs are rounded to 127 or -127."""
+    made, ones = matrix(kind, 40, 256), torch.ones(7, 256)
+    made._codes[:] = 0xFF
+    ones[1], ones[2, ::2], ones[3, 1::4] = -1, -1, -1
+    return made, ones
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q6_K", "Q8_0"])
+def test_the_largest_sums_are_exact(kind: str) -> None:
+    largest, given = largest_sums(kind)
+    exact = rounded(given) @ largest.whole(torch.float64).T
+    made = QuantizedLinear([largest], None, torch.float32)(given)
+    torch.testing.assert_close(made.double(), exact, atol=1e-6 * float(exact.abs().amax()), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "feature"),
+    [("Q4_1", ""), ("Q4_1", "avx2"), ("Q5_0", "avx2"), ("Q6_K", "avx2"), ("Q8_0", "avx2"), ("Q4_1", "avx512bw")],
+)
+def test_all_instructions_give_the_same_bits(kind: str, feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processors use those of the best feature that they have."""
+    if feature and not has_feature(feature):
+        pytest.skip(f"this processor has no {feature}")
+    given = [(matrix(kind, 40, 256), inputs(7, 256)), largest_sums(kind)]
+    expected = [QuantizedLinear([each], None, torch.float32)(rows) for each, rows in given]
+
+    monkeypatch.setattr(integer_sums, "has_feature", lambda _, name: name == feature)
     monkeypatch.setattr(quantized_products, "compile_kernel", compile_for_one_thread)
-    monkeypatch.setattr(quantized_products, "_product_kernel", quantized_products._product_kernel.__wrapped__)
-    assert torch.equal(QuantizedLinear([here], None, torch.float32)(given), expected)
+    monkeypatch.setattr(quantized_products, "_product_kernel", cache(quantized_products._product_kernel.__wrapped__))
+    for (each, rows), products in zip(given, expected, strict=True):
+        assert torch.equal(QuantizedLinear([each], None, torch.float32)(rows), products)
 
 
 def test_a_single_row_is_multiplied_from_memory_that_is_still_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

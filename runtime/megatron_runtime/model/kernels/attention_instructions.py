@@ -23,6 +23,7 @@ from megatron_runtime.model.kernels.vector_instructions import (
     each_number,
     floats,
     fused,
+    has_feature,
     lane_sums,
     load,
     load_numbers,
@@ -45,7 +46,7 @@ class Sizes:
     """What fits in the registers of a processor."""
 
     def __init__(self, context: Any, width: int) -> None:
-        has_wide_registers = "+avx512f" in context.codegen().magic_tuple()[2]
+        has_wide_registers = has_feature(context, "avx512f")
         most = LANES if has_wide_registers else LANES // 2
         self.lanes = next(lanes for lanes in (16, 8, 4, 2, 1) if lanes <= most and width % lanes == 0)
         self.keys = 4 if has_wide_registers else 2
@@ -57,7 +58,7 @@ class Sizes:
 def has_pair_dots(context: Any, array: Any, channels: int) -> bool:
     """Whether the processor multiplies pairs of channels in bfloat16, and these many are full vectors of them."""
     is_narrow = isinstance(array.dtype, types.Integer)
-    return is_narrow and channels % PairDot.channels == 0 and "+avx512bf16" in context.codegen().magic_tuple()[2]
+    return is_narrow and channels % PairDot.channels == 0 and has_feature(context, "avx512bf16")
 
 
 def _score_by_type(

@@ -17,6 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from megatron_runtime.model.formats.coded_rows import BLOCK, QUAD, Coding
+from megatron_runtime.model.kernels.integer_sums import Sums, sums_of
 from megatron_runtime.model.kernels.vector_instructions import (
     LANES,
     constant,
@@ -29,7 +30,7 @@ from megatron_runtime.model.kernels.vector_instructions import (
 )
 
 PARTS = 2
-"""Vectors of a panel; each row of a matrix has a lane."""
+"""Vectors of a panel in memory; each row of a matrix has a lane."""
 PANEL = LANES * PARTS
 """Rows of a panel."""
 _AHEAD_BYTES = 4096
@@ -38,8 +39,8 @@ _QUADS = BLOCK // QUAD
 _HALF_QUADS = _QUADS // 2
 
 _INT, _FLOAT = ir.IntType(32), ir.FloatType()
-_INTS, _FLOATS = ir.VectorType(_INT, LANES), floats(LANES)
-_HALVES, _SHORTS = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(ir.IntType(16), 2 * LANES)
+_MOST_SUMS = 8
+"""Vectors of sums that stay in registers."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,7 @@ def _multiply_by_type(
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         addresses = dict(zip(_ADDRESSES, arguments[5:], strict=True))
-        dot = _dot_by_instruction if "+avx512vnni" in context.codegen().magic_tuple()[2] else _dot_by_products
-        _Loop(builder, packing, count, arguments[4], addresses, dot).generate()
+        _Loop(builder, packing, count, arguments[4], addresses, *sums_of(context, packing.bits)).generate()
         return context.get_dummy_value()
 
     numbers = (bits, group, has_mins, rows, blocks, codes, scales, mins)
@@ -110,76 +110,94 @@ def _multiply_by_type(
 multiply_panel: Any = intrinsic(prefer_literal=True)(_multiply_by_type)
 
 _ADDRESSES = ("codes", "scales", "mins", "inputs", "input_scales", "input_starts", "input_sums", "outputs")
-_Dot = Callable[[Any, Any, Any, Any], Any]
 
 
 class _Loop:
     """Generates the loop over the blocks of a panel."""
 
     def __init__(
-        self, builder: Any, packing: Packing, rows: int, blocks: Any, addresses: dict[str, Any], dot: _Dot
+        self, builder: Any, packing: Packing, rows: int, blocks: Any, addresses: dict[str, Any], sums: Sums, lanes: int
     ) -> None:
         self._builder, self._packing, self._rows, self._blocks = builder, packing, rows, blocks
-        self._addresses, self._dot = addresses, dot
+        self._addresses, self._sums, self._lanes = addresses, sums, lanes
+        self._parts = PANEL // lanes
+        """Vectors of a panel on this processor, of which one in memory may be several."""
+        self._ints, self._floats = ir.VectorType(_INT, lanes), floats(lanes)
 
     def generate(self) -> None:
+        together = min(_MOST_SUMS // self._rows, self._parts)
+        for first in range(0, self._parts, together):
+            self._generate(range(first, first + together))
+
+    def _generate(self, parts: range) -> None:
+        """The products with some vectors of the panel."""
         builder = self._builder
-        pairs = [(row, part) for row in range(self._rows) for part in range(PARTS)]
-        zeros = constant(_FLOATS, 0.0)
+        pairs = [(row, part) for row in range(self._rows) for part in parts]
+        zeros = constant(self._floats, 0.0)
         totals = {pair: variable(builder, zeros) for pair in pairs}
         with cgutils.for_range(builder, self._blocks) as loop:
-            self._add_block(loop.index, totals)
+            if not parts.start:
+                self._prefetch(loop.index)
+            self._add_block(loop.index, parts, totals)
         for (row, part), total in totals.items():
-            place = self._place("outputs", self._number((row * PARTS + part) * LANES * 4), _FLOATS)
+            place = self._place("outputs", self._number((row * self._parts + part) * self._lanes * 4), self._floats)
             builder.store(builder.load(total), place, align=4)
 
-    def _add_block(self, block: Any, totals: dict[tuple[int, int], Any]) -> None:
-        builder, packing = self._builder, self._packing
-        block_bytes = PARTS * packing.vectors * LANES * QUAD
+    def _prefetch(self, block: Any) -> None:
+        block_bytes = PARTS * self._packing.vectors * LANES * QUAD
         ahead = self._sum(self._times(block, block_bytes), _AHEAD_BYTES)
-        prefetch(builder, builder.add(self._addresses["codes"], ahead), block_bytes)
+        prefetch(self._builder, self._builder.add(self._addresses["codes"], ahead), block_bytes)
+
+    def _add_block(self, block: Any, parts: range, totals: dict[tuple[int, int], Any]) -> None:
+        """Add the products of some vectors of a block."""
+        builder, packing = self._builder, self._packing
         if packing.has_mins:
-            mins = [self._halves("mins", self._sum(self._times(block, PARTS), part)) for part in range(PARTS)]
+            mins = {part: self._halves("mins", self._sum(self._times(block, self._parts), part)) for part in parts}
             for row in range(self._rows):
-                factor = spread(builder, self._load("input_sums", self._item(row, block, 1, 0), _FLOAT))
-                for part in range(PARTS):
+                factor = spread(builder, self._load("input_sums", self._item(row, block, 1, 0), _FLOAT), self._lanes)
+                for part in parts:
                     total = totals[row, part]
                     builder.store(fused(builder, mins[part], factor, builder.load(total)), total)
-        quads, per_group = [self._quads(block, part) for part in range(PARTS)], _QUADS // packing.groups
+        quads, per_group = {part: self._quads(block, part) for part in parts}, _QUADS // packing.groups
         for group in range(packing.groups):
-            first = self._sum(self._times(block, packing.groups * PARTS), group * PARTS)
-            scales = [self._halves("scales", self._sum(first, part)) for part in range(PARTS)]
-            starts = [
-                spread(builder, self._load("input_starts", self._item(row, block, packing.groups, group), _INT))
-                for row in range(self._rows)
-            ]
-            sums = {(row, part): starts[row] for row, part in totals}
+            first = self._sum(self._times(block, packing.groups * self._parts), group * self._parts)
+            scales = {part: self._halves("scales", self._sum(first, part)) for part in parts}
+            starts = [self._start(row, block, group) for row in range(self._rows)]
+            sums = {(row, part): self._sums(builder, start) for row, start in enumerate(starts) for part in parts}
             for quad in range(group * per_group, (group + 1) * per_group):
-                codes = [quads[part](quad) for part in range(PARTS)]
+                codes = {part: quads[part](quad) for part in parts}
                 for row in range(self._rows):
                     place = self._item(row, block, _QUADS, quad)
-                    shared = spread(builder, self._load("inputs", place, _INT))
-                    for part in range(PARTS):
-                        sums[row, part] = self._dot(builder, sums[row, part], codes[part], shared)
+                    shared = spread(builder, self._load("inputs", place, _INT), self._lanes)
+                    for part in parts:
+                        sums[row, part].add(codes[part], shared)
             for row in range(self._rows):
-                factor = spread(builder, self._load("input_scales", self._item(row, block, 1, 0), _FLOAT))
-                for part in range(PARTS):
+                factor = spread(builder, self._load("input_scales", self._item(row, block, 1, 0), _FLOAT), self._lanes)
+                for part in parts:
                     total = totals[row, part]
-                    value = builder.sitofp(sums[row, part], _FLOATS)
+                    value = builder.sitofp(sums[row, part].total(), self._floats)
                     scaled = builder.fmul(scales[part], factor)
                     builder.store(fused(builder, value, scaled, builder.load(total)), total)
+
+    def _start(self, row: int, block: Any, group: int) -> Any:
+        """The integers that the sums of a row begin with."""
+        place = self._item(row, block, self._packing.groups, group)
+        return spread(self._builder, self._load("input_starts", place, _INT), self._lanes)
 
     def _quads(self, block: Any, part: int) -> Callable[[int], Any]:
         """``quads(n)``: the codes of the columns 4 n to 4 n + 3 of a block as unsigned bytes, a row in each lane."""
         builder, packing = self._builder, self._packing
-        first = self._sum(self._times(block, PARTS * packing.vectors), part * packing.vectors)
+        stored, lane = divmod(part * self._lanes, LANES)
+        first = self._sum(self._times(block, PARTS * packing.vectors), stored * packing.vectors)
 
         def vector(index: int) -> Any:
-            return self._load("codes", self._times(self._sum(first, index), LANES * QUAD), _INTS)
+            place = self._times(self._sum(first, index), LANES * QUAD)
+            return self._load("codes", self._sum(place, lane * QUAD), self._ints)
 
         def bits(value: Any, shift: int, count: int) -> Any:
             """``count`` bits of each byte."""
-            return builder.and_(builder.lshr(value, _all(shift)), _all(((1 << count) - 1) * 0x01010101))
+            mask = constant(self._ints, ((1 << count) - 1) * 0x01010101)
+            return builder.and_(builder.lshr(value, constant(self._ints, shift)), mask)
 
         def quad(index: int) -> Any:
             if packing.bits == 8:
@@ -190,7 +208,7 @@ class _Loop:
             count = packing.bits - 4
             place = index * count
             high = bits(vector(_HALF_QUADS + place // 8), place % 8, count)
-            return builder.or_(low, builder.shl(high, _all(4)))
+            return builder.or_(low, builder.shl(high, constant(self._ints, 4)))
 
         return quad
 
@@ -199,8 +217,9 @@ class _Loop:
         return self._times(self._sum(self._times(block, per_block * self._rows), row * per_block + index), 4)
 
     def _halves(self, name: str, index: Any) -> Any:
-        """Sixteen numbers of float16 as float32."""
-        return self._builder.fpext(self._load(name, self._times(index, LANES * 2), _HALVES), _FLOATS)
+        """A vector of float16 as float32."""
+        halves = self._load(name, self._times(index, self._lanes * 2), ir.VectorType(ir.HalfType(), self._lanes))
+        return self._builder.fpext(halves, self._floats)
 
     def _load(self, name: str, offset: Any, kind: Any) -> Any:
         return load(self._builder, self._builder.add(self._addresses[name], offset), kind)
@@ -216,30 +235,3 @@ class _Loop:
 
     def _sum(self, value: Any, other: int) -> Any:
         return self._builder.add(value, self._number(other))
-
-
-def _all(value: int) -> Any:
-    return constant(_INTS, value)
-
-
-def _dot_by_instruction(builder: Any, sums: Any, codes: Any, inputs: Any) -> Any:
-    """VPDPBUSD: to each lane, add the products of its four unsigned bytes with four signed ones."""
-    function = builder.module.declare_intrinsic(
-        "llvm.x86.avx512.vpdpbusd.512", fnty=ir.FunctionType(_INTS, [_INTS, _INTS, _INTS])
-    )
-    return builder.call(function, [sums, codes, inputs])
-
-
-def _dot_by_products(builder: Any, sums: Any, codes: Any, inputs: Any) -> Any:
-    """The same for any processor. A product of an unsigned byte and one from -128 to 127 fits in 16 bits."""
-    eight, sixteen = constant(_SHORTS, 8), _all(16)
-    unsigned, signed = builder.bitcast(codes, _SHORTS), builder.bitcast(inputs, _SHORTS)
-    even = builder.mul(
-        builder.lshr(builder.shl(unsigned, eight), eight), builder.ashr(builder.shl(signed, eight), eight)
-    )
-    odd = builder.mul(builder.lshr(unsigned, eight), builder.ashr(signed, eight))
-    for products in (even, odd):
-        pairs = builder.bitcast(products, _INTS)
-        sums = builder.add(sums, builder.ashr(builder.shl(pairs, sixteen), sixteen))
-        sums = builder.add(sums, builder.ashr(pairs, sixteen))
-    return sums

@@ -21,6 +21,7 @@ from megatron_runtime.model.kernels.vector_instructions import (
     constant,
     each_number,
     floats,
+    has_feature,
     load,
     load_numbers,
     offset,
@@ -71,7 +72,7 @@ def _multiply_by_type(
     """
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        has_wide_registers = "+avx512f" in context.codegen().magic_tuple()[2]
+        has_wide_registers = has_feature(context, "avx512f")
         made = _Products(builder, array, has_wide_registers, *arguments[2:])
         for number in each_number(builder, arguments[1], ROWS):
             made.generate(number)

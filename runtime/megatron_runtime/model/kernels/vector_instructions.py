@@ -19,6 +19,11 @@ _READ, _KEEP, _DATA = 0, 3, 1
 _SHORT, _INT, _FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
 
 
+def has_feature(context: Any, name: str) -> bool:
+    """Whether the processor for which numba compiles has a feature, by LLVM's name."""
+    return f"+{name}" in context.codegen().magic_tuple()[2].split(",")
+
+
 def floats(lanes: int) -> Any:
     """The type of a vector of float32."""
     return ir.VectorType(_FLOAT, lanes)
