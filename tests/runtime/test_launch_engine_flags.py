@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 from runtime_support.byte_backend import byte_backend
+from runtime_support.serve_command import invoke, launch_options
 from runtime_support.small_facts import PLENTY, SMALL_FACTS
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 from tokenizers import models
-from typer.testing import CliRunner
 
-from megatron_runtime import cli, rank
+from megatron_runtime import rank
 from megatron_runtime.errors import CheckpointError, ConfigurationError, EngineError
 from megatron_runtime.launch.draft_model import load_draft_model
-from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.preflight import plan_engine
 from megatron_runtime.launch.rank_options import RankOptions, RankPlan
 from megatron_runtime.launch.tasks import rank_plan, rank_task
@@ -33,16 +32,13 @@ class Link:
 
 
 @pytest.fixture
-def rank_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def rank_options(tmp_path: Path) -> Any:
     """``rank_options(*flags)``: the options and the plan of a rank of a pod with these flags."""
 
     def options(*flags: str) -> tuple[RankOptions, RankPlan]:
-        seen: list[LaunchOptions] = []
-        monkeypatch.setattr(cli, "_run", lambda launch: seen.append(launch) or 0)
-        done = CliRunner().invoke(cli.app, ["--model", str(tmp_path), *flags])
-        assert done.exit_code == 0, done.output
-        plan = plan_engine(seen[0], SMALL_FACTS, PLENTY)
-        task = rank_task(seen[0], rank=0, key=None)
+        launched = launch_options("--model", str(tmp_path), *flags)
+        plan = plan_engine(launched, SMALL_FACTS, PLENTY)
+        task = rank_task(launched, rank=0, key=None)
         later = rank_plan(SMALL_FACTS, plan, address="tcp://127.0.0.1:1").serialize()
         given = json.loads(json.dumps({**task.options, **later}))
         return RankOptions.deserialize(given), RankPlan.deserialize(given)
@@ -114,7 +110,7 @@ def test_a_rank_loads_the_draft_model(rank_options: Any, tmp_path: Path) -> None
 
 
 def test_an_unknown_log_prob_mode_is_refused_with_the_known_ones(tmp_path: Path) -> None:
-    done = CliRunner().invoke(cli.app, ["--model", str(tmp_path), "--logprobs-mode", "cooked"])
+    done, _ = invoke("--model", str(tmp_path), "--logprobs-mode", "cooked")
     assert done.exit_code == 2
     assert "--logprobs-mode cooked: use one of raw_logprobs, processed_logprobs" in done.output
 

@@ -75,7 +75,7 @@ def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def device_guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the pretended device's part in C++; skips the tests that use it without a compiler."""
-    from gpu_support.pretended import load_device_guard
+    from gpu_support.device_guard import load_device_guard
 
     folder = tmp_path_factory.mktemp("guard")
     try:

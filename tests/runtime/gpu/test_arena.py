@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 from gpu_support.fake_driver import GRANULARITY, CUresult, FakeDriver
+from gpu_support.pretended import DEVICE, pretended_device
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -171,6 +173,19 @@ def test_an_error_while_an_arena_ends_is_logged(driver: FakeDriver, caplog: pyte
         del made
         assert len(known) == 1
     assert "327680 bytes of addresses on cuda:1 can't be returned to the driver: cuMemAddressFree(" in caplog.text
+
+
+def test_an_arena_that_is_found_after_the_end_of_a_pretended_device_logs_nothing(
+    device_guard: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Python 3.11 can't build a syntax tree while a log handler that failed reads the sources of a traceback."""
+    del device_guard
+    with pretended_device():
+        made = Arena(DEVICE, SIZES)
+        made.map()
+    with caplog.at_level(logging.WARNING):
+        del made
+    assert caplog.text == ""
 
 
 class Tied(nn.Module):

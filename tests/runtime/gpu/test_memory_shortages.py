@@ -14,12 +14,11 @@ import pytest
 from gpu_support.pretended import PretendedDevice
 from gpu_support.small_engine import on_gpu, one_layer
 from runtime_support.memory_shortages import ALLOCATOR, CUBLAS, CUDA, NCCL, TRITON, Shortage
+from runtime_support.serve_command import launch_options
 from runtime_support.small_facts import PLENTY, SMALL_FACTS
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
-from typer.testing import CliRunner
 
-from megatron_runtime import cli, rank
-from megatron_runtime.launch.options import LaunchOptions
+from megatron_runtime import rank
 from megatron_runtime.launch.preflight import plan_engine
 from megatron_runtime.launch.tasks import rank_plan, rank_task
 from megatron_runtime.launch.termination import Outcome
@@ -114,14 +113,11 @@ def start(
     monkeypatch.setattr(rank, "preload", lambda: None)
 
     def run(*flags: str) -> ChildEnd:
-        seen: list[LaunchOptions] = []
-        monkeypatch.setattr(cli, "_run", lambda launch: seen.append(launch) or 0)
         more = ["--device", "cuda", "--max-requests", "2", "--batch-invariant", "--offload-weights"]
-        done = CliRunner().invoke(cli.app, ["--model", str(checkpoint), *more, *flags])
-        assert done.exit_code == 0, done.output
-        plan = plan_engine(seen[0], SMALL_FACTS, PLENTY)
+        launched = launch_options("--model", str(checkpoint), *more, *flags)
+        plan = plan_engine(launched, SMALL_FACTS, PLENTY)
         later = rank_plan(SMALL_FACTS, plan, address="tcp://127.0.0.1:1").serialize() | {"checkpoint": str(checkpoint)}
-        link = Link(json.loads(json.dumps({**rank_task(seen[0], rank=0, key=None).options, **later})))
+        link = Link(json.loads(json.dumps({**rank_task(launched, rank=0, key=None).options, **later})))
         monkeypatch.setattr(rank.ParentLink, "from_arguments", lambda: link)
         with pytest.raises(SystemExit) as ended:
             rank.main()

@@ -6,15 +6,12 @@ the host and copies are counted. Streams, speed, and the memory of PyTorch's all
 
 from __future__ import annotations
 
-import ctypes
 import inspect
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -27,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map
 
 DEVICE = torch.device("cuda:0")
-SOURCE = Path(__file__).with_name("device_guard.cpp")
 
 _VIEWS = {
     *("view", "_unsafe_view", "expand", "slice", "select", "transpose", "t", "permute", "unsqueeze", "squeeze"),
@@ -131,6 +127,7 @@ class PretendedDevice(TorchDispatchMode):
         self.stuck: Exception | None = None
         """Why a kernel waits without an end, and with it all that comes after it."""
         self.driver = FakeDriver()
+        self.has_ended = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Every operator."""
@@ -293,22 +290,12 @@ def _line() -> str:
     return "the test"
 
 
-def load_device_guard(folder: Path) -> None:
-    """Load the part in C++, which is compiled if the folder lacks it. Raises FileNotFoundError without a compiler."""
-    library = folder / "device_guard.so"
-    if not library.exists():
-        home = Path(torch.__file__).parent
-        command = ["c++", "-shared", "-fPIC", "-std=c++20", SOURCE, "-o", library, f"-I{home / 'include'}"]
-        subprocess.run([*command, f"-L{home / 'lib'}", "-lc10"], check=True, capture_output=True)
-    ctypes.CDLL(str(library))
-
-
 @contextmanager
 def pretended_device() -> Iterator[PretendedDevice]:
     """A device, for the code in this block; kernels of this project run on it in Triton's interpreter."""
     from megatron_runtime.gpu import arena, driver_memory, launch
 
-    here, plain_tensor, plain_launch = PretendedDevice(), torch.tensor, launch.launch
+    here, plain_tensor, plain_launch, plain_close = PretendedDevice(), torch.tensor, launch.launch, arena._close
 
     def tensor(data: Any, *, device: Any = None, **options: Any) -> Tensor:
         if device is None or torch.device(device).type != "cuda":
@@ -330,13 +317,17 @@ def pretended_device() -> Iterator[PretendedDevice]:
         with _disable_current_modes():
             plain_launch(kernel, grid, plain_arguments, **constants)
 
+    def close(*args: Any) -> None:
+        if not here.has_ended:  # The garbage collector may find an arena later, without the functions below.
+            plain_close(*args)
+
     torch.utils._device._device_constructors()  # It is cached for ever, and reads `torch.tensor`, replaced below.
     users = kernel_users(plain_launch)
     without_driver = {"_lazy_init": lambda: None, "set_device": lambda _: None, "synchronize": lambda _=None: None}
     replacing = without_driver | graph_functions(here)
     memory = (
         patch.object(driver_memory, "import_driver", lambda: here.driver),
-        patch.object(arena, "tensor_at", here.tensor_at),
+        patch.multiple(arena, tensor_at=here.tensor_at, _close=close),
     )
     with patch.object(torch, "tensor", tensor), patch.multiple(torch.cuda, **replacing), memory[0], memory[1]:
         replaced = [patch.object(module, "launch", counted_launch) for module in users]
@@ -346,5 +337,6 @@ def pretended_device() -> Iterator[PretendedDevice]:
             with here:
                 yield here
         finally:
+            here.has_ended = True
             for each in replaced:
                 each.stop()

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_support.pretended import PretendedDevice, PretendedTensor, Work, load_device_guard, pretended_device
+from gpu_support.device_guard import load_device_guard
+from gpu_support.pretended import PretendedDevice, PretendedTensor, Work, pretended_device
 from gpu_support.quick_interpreter import quick_interpreter
 from gpu_support.small_engine import generate, random_decoder, small_engine
 from runtime_support.byte_backend import END
