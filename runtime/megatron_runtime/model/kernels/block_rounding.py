@@ -11,7 +11,14 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from megatron_runtime.model.kernels.vector_instructions import LANES, constant, floats, load_numbers, spread
+from megatron_runtime.model.kernels.vector_instructions import (
+    LANES,
+    call_intrinsic,
+    constant,
+    floats,
+    load_numbers,
+    spread,
+)
 
 _BYTE, _INT = ir.IntType(8), ir.IntType(32)
 _INTS, _FLOATS = ir.VectorType(_INT, LANES), floats(LANES)
@@ -54,7 +61,4 @@ round_to_bytes: Any = intrinsic(_round_by_type)
 
 
 def _reduced(builder: Any, operation: str, numbers: Any) -> Any:
-    function = builder.module.declare_intrinsic(
-        f"llvm.vector.reduce.{operation}.v{LANES}i32", fnty=ir.FunctionType(_INT, [_INTS])
-    )
-    return builder.call(function, [numbers])
+    return call_intrinsic(builder, f"vector.reduce.{operation}.v{LANES}i32", _INT, numbers)

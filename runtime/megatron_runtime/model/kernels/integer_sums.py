@@ -12,13 +12,13 @@ from typing import Any
 
 from llvmlite import ir
 
-from megatron_runtime.model.kernels.vector_instructions import LANES, constant, has_feature
+from megatron_runtime.model.kernels.vector_instructions import LANES, call_intrinsic, constant, has_feature
 
 _LARGEST_INPUT = 127
 _LARGEST_SHORT = 2**15 - 1
 _PAIR_INSTRUCTIONS = {
-    LANES: ("avx512.pmaddubs.w.512", "avx512.pmaddw.d.512"),
-    LANES // 2: ("avx2.pmadd.ub.sw", "avx2.pmadd.wd"),
+    LANES: ("x86.avx512.pmaddubs.w.512", "x86.avx512.pmaddw.d.512"),
+    LANES // 2: ("x86.avx2.pmadd.ub.sw", "x86.avx2.pmadd.wd"),
 }
 """VPMADDUBSW and VPMADDWD by the lanes of their vectors."""
 
@@ -37,23 +37,27 @@ def sums_of(context: Any, bits: int) -> tuple[Sums, int]:
     return ProductSums, LANES
 
 
-class DotSums:
-    """By VPDPBUSD, which adds the products of four bytes at once (AVX512-VNNI)."""
+class _Sums:
+    """Sums of a group of columns, one in each lane."""
 
     def __init__(self, builder: Any, start: Any) -> None:
         self._builder, self._total = builder, start
-
-    def add(self, codes: Any, inputs: Any) -> None:
-        """Add the products of the bytes of each lane."""
-        kind = self._total.type
-        self._total = _call(self._builder, "avx512.vpdpbusd.512", kind, self._total, codes, inputs)
 
     def total(self) -> Any:
         """The sums."""
         return self._total
 
 
-class PairSums:
+class DotSums(_Sums):
+    """By VPDPBUSD, which adds the products of four bytes at once (AVX512-VNNI)."""
+
+    def add(self, codes: Any, inputs: Any) -> None:
+        """Add the products of the bytes of each lane."""
+        kind = self._total.type
+        self._total = call_intrinsic(self._builder, "x86.avx512.vpdpbusd.512", kind, self._total, codes, inputs)
+
+
+class PairSums(_Sums):
     """By VPMADDUBSW, which adds the products of pairs of bytes in 16 bits, and VPMADDWD (AVX2, AVX512-BW).
 
     Codes of 6 bits and less: as many sums of pairs as always fit are added in 16 bits, before their halves are added in
@@ -61,7 +65,7 @@ class PairSums:
     """
 
     def __init__(self, bits: int, builder: Any, start: Any) -> None:
-        self._builder, self._total = builder, start
+        super().__init__(builder, start)
         self._most = _LARGEST_SHORT // (2 * ((1 << bits) - 1) * _LARGEST_INPUT)
         self._pairs: Any = None
         self._count = 0
@@ -77,7 +81,7 @@ class PairSums:
                 self._add_halves(one, other)
             return
         given = [builder.bitcast(words, self._bytes) for words in (codes, inputs)]
-        pairs = _call(builder, self._multiply_bytes, self._shorts, *given)
+        pairs = call_intrinsic(builder, self._multiply_bytes, self._shorts, *given)
         self._pairs = builder.add(self._pairs, pairs) if self._count else pairs
         self._count += 1
         if self._count == self._most:
@@ -95,7 +99,7 @@ class PairSums:
 
     def _add_halves(self, one: Any, other: Any) -> None:
         """Add the products of the two halves of each lane, in 16 bits."""
-        products = _call(self._builder, self._multiply_shorts, self._total.type, one, other)
+        products = call_intrinsic(self._builder, self._multiply_shorts, self._total.type, one, other)
         self._total = self._builder.add(self._total, products)
 
     def _widened(self, words: Any, shift_right: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
@@ -104,11 +108,8 @@ class PairSums:
         return shift_right(self._builder.shl(shorts, eight), eight), shift_right(shorts, eight)
 
 
-class ProductSums:
+class ProductSums(_Sums):
     """By products in 16 bits, on any processor. A product of an unsigned byte and a signed one always fits."""
-
-    def __init__(self, builder: Any, start: Any) -> None:
-        self._builder, self._total = builder, start
 
     def add(self, codes: Any, inputs: Any) -> None:
         """Add the products of the bytes of each lane."""
@@ -124,12 +125,3 @@ class ProductSums:
             pairs = builder.bitcast(products, words)
             for half in (builder.shl(pairs, sixteen), pairs):
                 self._total = builder.add(self._total, builder.ashr(half, sixteen))
-
-    def total(self) -> Any:
-        """The sums."""
-        return self._total
-
-
-def _call(builder: Any, instruction: str, result: Any, *arguments: Any) -> Any:
-    kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    return builder.call(builder.module.declare_intrinsic(f"llvm.x86.{instruction}", fnty=kind), arguments)

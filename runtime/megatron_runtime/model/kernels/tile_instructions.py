@@ -15,6 +15,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from megatron_runtime.model.kernels.vector_instructions import call_intrinsic
+
 TILE = 16
 """Rows of a tile, and its columns of 32 bits."""
 STEP = 2 * TILE
@@ -104,9 +106,7 @@ multiply_tiles: Any = intrinsic(prefer_literal=True)(_multiply_by_type)
 
 
 def _run(builder: Any, instruction: str, *arguments: Any) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
-    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{instruction}")  # type: ignore[no-untyped-call]
-    builder.call(function, arguments)
+    call_intrinsic(builder, f"x86.{instruction}", ir.VoidType(), *arguments)
 
 
 def _pointer(builder: Any, address: Any) -> Any:

@@ -69,13 +69,15 @@ def store_numbers(builder: Any, array: Any, numbers: Any, address: Any) -> None:
     builder.store(kept, builder.inttoptr(address, kept.type.as_pointer()), align=1)
 
 
+def call_intrinsic(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    """The result, of a type, of one of LLVM's intrinsic functions, whose name has no "llvm." here."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(builder.module.declare_intrinsic(f"llvm.{name}", fnty=kind), arguments)
+
+
 def fused(builder: Any, factor: Any, other: Any, added: Any) -> Any:
     """``factor * other + added``: one instruction where the processor has it, and one rounding everywhere."""
-    kind = factor.type
-    function = builder.module.declare_intrinsic(
-        f"llvm.fma.v{kind.count}f32", fnty=ir.FunctionType(kind, [kind, kind, kind])
-    )
-    return builder.call(function, [factor, other, added])
+    return call_intrinsic(builder, f"fma.v{factor.type.count}f32", factor.type, factor, other, added)
 
 
 def offset(builder: Any, base: Any, index: Any, item_bytes: int) -> Any:
@@ -140,10 +142,7 @@ class PairDot:
 
     def add(self, builder: Any, sums: Any, one: Any, other: Any) -> Any:
         """The sums with the products of pairs."""
-        function = builder.module.declare_intrinsic(
-            "llvm.x86.avx512bf16.dpbf16ps.512", fnty=ir.FunctionType(sums.type, [sums.type, self._pairs, self._pairs])
-        )
-        return builder.call(function, [sums, one, other])
+        return call_intrinsic(builder, "x86.avx512bf16.dpbf16ps.512", sums.type, sums, one, other)
 
 
 def lane_sum(builder: Any, vector: Any) -> Any:
