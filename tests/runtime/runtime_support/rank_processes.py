@@ -17,7 +17,8 @@ import pytest
 
 from megatron_runtime.launch.tasks import compute_environment
 
-PATIENCE = 100.0
+PATIENCE = 300.0
+"""Seconds in which a rank must end. It may compile kernels that the cache lacks: beside a busy core, 100 for each."""
 _ENVIRONMENT = compute_environment() | {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 """The environment of the launcher's ranks. Unused threads would spin beside those of the others."""
 _context = multiprocessing.get_context("forkserver")
