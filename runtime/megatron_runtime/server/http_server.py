@@ -64,6 +64,11 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets)
         self.listening.set()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Returns once all connections have ended."""
+        self.server_state.is_shutting_down = True
+        await super().shutdown(sockets)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         """Captures no signals."""

@@ -33,10 +33,15 @@ class ConnectionsState(ServerState):
     """
 
     hands_over = False
+    is_shutting_down = False
+    """Uvicorn ends the connections that it knows when the shutdown begins. One that the server has accepted by then,
+    but whose TLS handshake is not complete, has to end by itself."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
     """Ends connections beyond the limits; half of the connections may come from one address."""
+
+    server_state: ConnectionsState
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -51,8 +56,10 @@ class LimitedProtocol(HttpToolsProtocol):
         limit = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         if len(self.connections) > limit or self._count_of_address() > limit // 2:
             self._refuse(http.HTTPStatus.SERVICE_UNAVAILABLE, "too many connections; close some")
-        else:
-            self._start_timer()
+            return
+        self._start_timer()
+        if self.server_state.is_shutting_down:
+            self.shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timer."""
@@ -90,7 +97,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """End the connection: at once if it is idle, or as ``ConnectionsState`` describes."""
-        if not (isinstance(self.server_state, ConnectionsState) and self.server_state.hands_over):
+        if not self.server_state.hands_over:
             super().shutdown()
         elif not self._is_ending:
             self._is_ending = True

@@ -1,17 +1,14 @@
 """The runtime's real control API with a simulated engine, for pods without a model."""
 
 import asyncio
-import contextlib
 import socket
-from collections.abc import Iterator
 from dataclasses import replace
-
-import uvicorn
 
 from megatron_runtime.errors import InvalidStateError
 from megatron_runtime.headers import Headers
 from megatron_runtime.launch.control_api import create_control_api
 from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, RankState, RegisteredReplicaGroup
+from megatron_runtime.server.http_server import HttpServer
 
 CONTROL_PORT = 9000
 STEPS = {
@@ -21,13 +18,6 @@ STEPS = {
     ("resume", "SUSPENDED"): ("RESUMING", "PAUSED"),
 }
 LIFECYCLES = {"Running": "RUNNING", "Paused": "PAUSED", "Suspended": "SUSPENDED"}
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Keeps the handlers of the tests."""
-        yield
 
 
 class SimulatedLauncher:
@@ -49,13 +39,12 @@ class SimulatedLauncher:
 
     async def start(self) -> None:
         """Returns when the port is open."""
-        config = uvicorn.Config(self._app, log_level="critical", lifespan="off", timeout_graceful_shutdown=0)
-        self._server = _Server(config)
+        self._server = HttpServer(self._app, graceful_seconds=0)
         listener = socket.create_server((self.address, CONTROL_PORT))
         self._serving = asyncio.create_task(self._server.serve([listener]))
 
     async def stop(self) -> None:
-        self._server.should_exit = self._server.force_exit = True
+        self._server.should_exit = True
         await asyncio.gather(self._serving, return_exceptions=True)
 
     def load(self, loaded: int, total: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -52,8 +53,8 @@ def certificate(files: Files) -> Certificate:
 
 
 @pytest.fixture
-async def url(certificate: Certificate) -> AsyncIterator[str]:
-    """A server with the certificate."""
+async def served(certificate: Certificate) -> AsyncIterator[tuple[HttpServer, int]]:
+    """A server with the certificate, and its port."""
     app = FastAPI()
 
     @app.get("/")
@@ -64,9 +65,14 @@ async def url(certificate: Certificate) -> AsyncIterator[str]:
     server = HttpServer(app, certificate=certificate)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     await server.listening.wait()
-    yield f"https://127.0.0.1:{sock.getsockname()[1]}"
+    yield server, sock.getsockname()[1]
     server.should_exit = True
     await serving
+
+
+@pytest.fixture
+def url(served: tuple[HttpServer, int]) -> str:
+    return f"https://127.0.0.1:{served[1]}"
 
 
 async def read(url: str, trusted: ssl.SSLContext) -> str:
@@ -99,6 +105,22 @@ async def test_an_unusable_renewal_leaves_the_last_certificate_in_use(
     files.renew()
     certificate.refresh()
     assert await read(url, files.trusted) == "served"
+
+
+async def test_a_connection_whose_handshake_ends_after_a_handover_began_is_served_and_closed(
+    served: tuple[HttpServer, int], files: Files, url: str
+) -> None:
+    server, port = served
+    early = socket.create_connection(("127.0.0.1", port))
+    assert await read(url, files.trusted) == "served"  # accepted after the other one
+    server.hand_over()
+    while server.servers[0].is_serving():  # noqa: ASYNC110  # the server has no event for it
+        await asyncio.sleep(0.01)
+    reader, writer = await asyncio.open_connection(sock=early, ssl=files.trusted, server_hostname="127.0.0.1")
+    writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
+    answer = await asyncio.wait_for(reader.read(), 20)
+    writer.close()
+    assert (answer.startswith(b"HTTP/1.1 200 "), b"connection: close" in answer) == (True, True)
 
 
 def test_an_unusable_certificate_is_refused_with_the_flag_and_the_reason(files: Files, tmp_path: Path) -> None:
