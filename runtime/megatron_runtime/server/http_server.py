@@ -65,7 +65,7 @@ class HttpServer(uvicorn.Server):
         self.listening.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Returns once all connections have ended."""
+        """End also connections that protocols get later. Returns when all have ended, or after ``graceful_seconds``."""
         self.server_state.is_shutting_down = True
         await super().shutdown(sockets)
 

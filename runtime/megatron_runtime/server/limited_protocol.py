@@ -34,8 +34,8 @@ class ConnectionsState(ServerState):
 
     hands_over = False
     is_shutting_down = False
-    """Uvicorn ends the connections that it knows when the shutdown begins. One that the server has accepted by then,
-    but whose TLS handshake is not complete, has to end by itself."""
+    """Uvicorn ends the connections that it knows when the shutdown begins. One whose protocol gets it later, such as
+    after a TLS handshake, ends by itself."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -51,7 +51,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._is_ending = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Close the connection at once if there are too many."""
+        """Close the connection at once if there are too many; end it if the server shuts down."""
         super().connection_made(transport)
         limit = min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         if len(self.connections) > limit or self._count_of_address() > limit // 2:

@@ -13,11 +13,11 @@ import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
 from fastapi import FastAPI
+from runtime_support.http_servers import serving
 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.server.certificate import Certificate
 from megatron_runtime.server.http_server import HttpServer
-from megatron_runtime.server.listening_socket import bind
 from megatron_runtime.server.options import HttpOptions
 
 
@@ -53,26 +53,22 @@ def certificate(files: Files) -> Certificate:
 
 
 @pytest.fixture
-async def served(certificate: Certificate) -> AsyncIterator[tuple[HttpServer, int]]:
-    """A server with the certificate, and its port."""
+def server(certificate: Certificate) -> HttpServer:
+    """A server with the certificate."""
     app = FastAPI()
 
     @app.get("/")
     async def read() -> str:
         return "served"
 
-    sock = bind("127.0.0.1", 0, 0, flag="--port", may_move=False)
-    server = HttpServer(app, certificate=certificate)
-    serving = asyncio.create_task(server.serve(sockets=[sock]))
-    await server.listening.wait()
-    yield server, sock.getsockname()[1]
-    server.should_exit = True
-    await serving
+    return HttpServer(app, certificate=certificate)
 
 
 @pytest.fixture
-def url(served: tuple[HttpServer, int]) -> str:
-    return f"https://127.0.0.1:{served[1]}"
+async def url(server: HttpServer) -> AsyncIterator[str]:
+    """Of the server, which runs."""
+    async with serving(server) as (host, port):
+        yield f"https://{host}:{port}"
 
 
 async def read(url: str, trusted: ssl.SSLContext) -> str:
@@ -108,10 +104,9 @@ async def test_an_unusable_renewal_leaves_the_last_certificate_in_use(
 
 
 async def test_a_connection_whose_handshake_ends_after_a_handover_began_is_served_and_closed(
-    served: tuple[HttpServer, int], files: Files, url: str
+    server: HttpServer, files: Files, url: str
 ) -> None:
-    server, port = served
-    early = socket.create_connection(("127.0.0.1", port))
+    early = socket.create_connection(("127.0.0.1", httpx.URL(url).port))
     assert await read(url, files.trusted) == "served"  # accepted after the other one
     server.hand_over()
     while server.servers[0].is_serving():  # noqa: ASYNC110  # the server has no event for it

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from fastapi import FastAPI, Request
+from runtime_support.http_servers import serving
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_runtime.errors import ConfigurationError
@@ -112,14 +112,8 @@ def head(size: int) -> bytes:
 async def server() -> AsyncIterator[Server]:
     """It runs until the end of the test."""
     found = Server()
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        found.address = listening.getsockname()
-        http = HttpServer(found.app)
-        serving = asyncio.create_task(http.serve(sockets=[listening]))
-        await http.listening.wait()
+    async with serving(HttpServer(found.app)) as found.address:
         yield found
-        http.should_exit = http.force_exit = True
-        await serving
 
 
 async def test_unfinished_bodies_of_one_address_have_a_limit(server: Server) -> None:

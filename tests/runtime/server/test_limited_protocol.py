@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from fastapi import FastAPI, Request
+from runtime_support.http_servers import serving
 
 from megatron_runtime.server import limited_protocol
 from megatron_runtime.server.http_server import HttpServer
@@ -19,14 +19,7 @@ REQUEST = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
 
 
 @pytest.fixture
-def listening() -> Iterator[socket.socket]:
-    """The socket of the server."""
-    with socket.create_server(("127.0.0.1", 0)) as made:
-        yield made
-
-
-@pytest.fixture
-async def server(listening: socket.socket) -> AsyncIterator[HttpServer]:
+def server() -> HttpServer:
     """A server that answers with the size of the body."""
     app = FastAPI()
 
@@ -34,20 +27,14 @@ async def server(listening: socket.socket) -> AsyncIterator[HttpServer]:
     async def size(request: Request) -> int:
         return len(await request.body())
 
-    server = HttpServer(app)
-    serving = asyncio.create_task(server.serve(sockets=[listening]))
-    await server.listening.wait()
-    yield server
-    server.should_exit = True
-    server.force_exit = True
-    await serving
+    return HttpServer(app)
 
 
 @pytest.fixture
-def address(server: HttpServer, listening: socket.socket) -> tuple[str, int]:  # noqa: ARG001
-    """The address of the server."""
-    found: tuple[str, int] = listening.getsockname()
-    return found
+async def address(server: HttpServer) -> AsyncIterator[tuple[str, int]]:
+    """Of the server, which runs."""
+    async with serving(server) as found:
+        yield found
 
 
 async def ask(address: tuple[str, int], *parts: bytes) -> bytes:
@@ -116,7 +103,7 @@ async def test_connections_beyond_the_limit_are_closed_and_the_others_serve_on(
 
 @pytest.mark.parametrize("hands_over", [False, True])
 async def test_a_connection_that_is_accepted_while_the_server_shuts_down_ends_like_the_others(
-    server: HttpServer, listening: socket.socket, monkeypatch: pytest.MonkeyPatch, hands_over: bool
+    server: HttpServer, address: tuple[str, int], monkeypatch: pytest.MonkeyPatch, hands_over: bool
 ) -> None:
     """Its protocol is made before the shutdown, and gets the connection afterwards."""
     server.server_state.hands_over = hands_over
@@ -124,10 +111,10 @@ async def test_a_connection_that_is_accepted_while_the_server_shuts_down_ends_li
 
     def make_and_shut_down(self: LimitedProtocol, *args: Any, **options: Any) -> None:
         make(self, *args, **options)
-        stops.append(asyncio.create_task(server.shutdown([listening])))
+        stops.append(asyncio.create_task(server.shutdown()))
 
     monkeypatch.setattr(LimitedProtocol, "__init__", make_and_shut_down)
-    answer = await asyncio.wait_for(ask(listening.getsockname(), REQUEST), 20)
+    answer = await asyncio.wait_for(ask(address, REQUEST), 20)
     if hands_over:
         assert b"connection: close" in answer
     else:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from runtime_support.http_servers import serving
 from starlette.routing import Route
 
 from megatron_runtime.launch import control_api
@@ -32,18 +31,6 @@ BODY_SECONDS = 0.5
 def posts(app: FastAPI) -> list[str]:
     """All paths of the app for POST."""
     return [route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ())]
-
-
-@asynccontextmanager
-async def serving(app: FastAPI) -> AsyncIterator[tuple[str, int]]:
-    """The address of a real server of the app."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = HttpServer(app)
-        task = asyncio.create_task(server.serve(sockets=[listening]))
-        await server.listening.wait()
-        yield listening.getsockname()
-        server.should_exit = server.force_exit = True
-        await task
 
 
 async def answer(address: tuple[str, int], head: str, body: bytes = b"") -> bytes:
@@ -77,7 +64,7 @@ def control(monkeypatch: pytest.MonkeyPatch) -> FastAPI:
 async def test_a_frontend_refuses_by_the_headers_on_every_path(frontend: FastAPI) -> None:
     paths = posts(frontend)
     assert {"/v1/completions", "/completions", "/v1/load_lora_adapter", "/sleep", "/tokenize"} <= set(paths)
-    async with serving(frontend) as address:
+    async with serving(HttpServer(frontend)) as address:
         answers = {path: await answer(address, head(path)) for path in paths}
     assert {path for path, line in answers.items() if line.startswith(b"HTTP/1.1 401 ")} == set(paths) - OPEN
 
@@ -85,7 +72,7 @@ async def test_a_frontend_refuses_by_the_headers_on_every_path(frontend: FastAPI
 async def test_a_control_api_refuses_by_the_headers_on_every_path(control: FastAPI) -> None:
     paths = posts(control)
     assert set(paths) >= CONTROL_PATHS
-    async with serving(control) as address:
+    async with serving(HttpServer(control)) as address:
         answers = {path: await answer(address, head(path)) for path in paths}
         malformed = {path: await answer(address, head(path, **{"content-length": 4}), b"{bad") for path in paths}
     assert {line for line in (answers | malformed).values() if not line.startswith(b"HTTP/1.1 401 ")} == set()
@@ -93,7 +80,7 @@ async def test_a_control_api_refuses_by_the_headers_on_every_path(control: FastA
 
 @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
 async def test_the_body_of_an_adapter_is_small(frontend: FastAPI, path: str) -> None:
-    async with serving(frontend) as address:
+    async with serving(HttpServer(frontend)) as address:
         token = {"authorization": f"Bearer {TOKEN}"}
         within, beyond = b'{"lora_name": ""}'.ljust(MAX_BODY_BYTES), b"{".ljust(MAX_BODY_BYTES + 1)
         refused = await answer(address, head(path, **token, **{"content-length": len(within)}), within)
